@@ -65,9 +65,8 @@ variable "subnet" {
 }
 
 variable "image" {
-  description = "Image of the hosts, as scripts/build-image.sh prints it."
+  description = "Image of the hosts, as scripts/build-image.sh prints it (bin/demo sets it)."
   type        = string
-  default     = "localhost/tilert-host:latest"
 
   validation {
     condition     = can(regex("^[a-z0-9][a-z0-9._/:@-]*$", var.image))

@@ -56,7 +56,6 @@ fi
 
 need_podman
 if podman image exists "$image"; then
-  podman tag "$image" "$repository:latest"
   echo "$image"
   exit 0
 fi
@@ -101,5 +100,4 @@ else
   }
   import "$work/rootfs"
 fi
-podman tag "$image" "$repository:latest"
 echo "$image"
