@@ -19,15 +19,19 @@ step() {
   log=$LOCAL/logs/$(tr -c 'a-z0-9\n' '-' <<<"${title,,}").log
   mkdir -p "$LOCAL/logs"
   printf '  %-46s ' "$title" >&2
-  # The command runs in a subshell so that `set -e` holds inside it.
-  if ("$@") >"$log" 2>&1; then
+  # Not inside `if`: there bash would ignore `set -e` in the command's functions.
+  local rc
+  set +e
+  (set -e; "$@") >"$log" 2>&1
+  rc=$?
+  set -e
+  if [ $rc = 0 ]; then
     printf 'ok %4ds\n' $((SECONDS - start)) >&2
   else
-    local rc=$?
     printf 'FAILED after %ds; the end of %s:\n' $((SECONDS - start)) "$log" >&2
     tail -n 40 "$log" >&2
-    return $rc
   fi
+  return $rc
 }
 
 hash_of() { cat "$@" | sha256sum | cut -c1-16; }
