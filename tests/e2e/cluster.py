@@ -32,7 +32,9 @@ def shell(script: str, timeout: float = 1800, check: bool = True) -> subprocess.
         stdin=subprocess.DEVNULL,
     )
     if check and done.returncode:
-        raise AssertionError(f"{script}: exit {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}")
+        raise AssertionError(
+            f"{script}: exit {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+        )
     return done
 
 
@@ -102,7 +104,7 @@ class Cluster:
         """GET a path of a decode node's HTTP interface with the shared secret; parsed JSON."""
         address = self.nodes[host]["address"]
         script = (
-            f"curl -sS -m 5 -H \"Authorization: Bearer $(cat /etc/tilert/secret)\" http://{address}:5557{path}"
+            f'curl -sS -m 5 -H "Authorization: Bearer $(cat /etc/tilert/secret)" http://{address}:5557{path}'
         )
         return json.loads(self.run(self.hosts("router")[0], script))
 
@@ -117,12 +119,17 @@ class Cluster:
                 return host
         return None
 
+    def wait_idle(self, host: str, timeout: float = 60) -> None:
+        """Wait until a decode node says that it holds nothing."""
+        until(f"{host} is idle", lambda: self.status(host)["status"] == "idle", timeout, pause=0.3)
+
     def verify(self, *arguments: str) -> list[dict[str, Any]]:
         """`tilertctl verify --json` on the router host: comparisons with vLLM's own continuation."""
         prefill = self.nodes[self.hosts("prefill")[0]]["address"]
         decode = " ".join(f"--decode http://{self.nodes[h]['address']}:5557" for h in self.hosts("decode"))
         command = (
-            f"/opt/tilert/router/bin/tilertctl verify --json --ingress http://127.0.0.1 --prefill http://{prefill}:8000 "
+            "/opt/tilert/router/bin/tilertctl verify --json "
+            f"--ingress http://127.0.0.1 --prefill http://{prefill}:8000 "
             f"{decode} --secret-file /etc/tilert/secret --model {self.model} " + " ".join(arguments)
         )
         out = self.run(self.hosts("router")[0], command + " || [ $? = 1 ]", timeout=600)
@@ -150,7 +157,9 @@ class Cluster:
 
         def read() -> None:
             try:
-                with client.stream("POST", f"{self.url}/v1/chat/completions", json=self.chat(prompt, max_tokens)) as r:
+                with client.stream(
+                    "POST", f"{self.url}/v1/chat/completions", json=self.chat(prompt, max_tokens)
+                ) as r:
                     response.append(r)
                     stream.status, stream.rid = r.status_code, r.headers.get("x-tilert-rid", "")
                     if r.status_code != 200:
@@ -194,7 +203,9 @@ class Cluster:
         prefill = self.nodes[self.hosts("prefill")[0]]["address"]
         body = json.dumps(self.chat(prompt, max_tokens, stream=False))
         script = f"curl -sS -m 120 -H 'content-type: application/json' -d '{body}' http://{prefill}:8000/v1/chat/completions"
-        return list(json.loads(podman("exec", self.hosts("router")[0], *_argv(script)))["choices"][0]["token_ids"])
+        return list(
+            json.loads(podman("exec", self.hosts("router")[0], *_argv(script)))["choices"][0]["token_ids"]
+        )
 
 
 def _argv(script: str) -> list[str]:

@@ -1,0 +1,147 @@
+"""Things break while people are served: nobody gets a wrong answer, and the pool comes back by itself."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from cluster import Cluster, until
+
+pytestmark = pytest.mark.timeout(1800)
+
+LONG = 1200  # tokens: long enough that a stream is still running when something happens to it
+
+
+def test_a_client_that_leaves_midway_frees_its_node_for_the_next(cluster: Cluster) -> None:
+    prompts = [f"left behind {i}" for i in range(2)]
+    expected = cluster.own("who comes next", 32)
+    with cluster.streaming(prompts[0], LONG) as a, cluster.streaming(prompts[1], LONG) as b:
+        until("both streams run", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
+        assert {cluster.holder(a.rid), cluster.holder(b.rid)} == set(cluster.hosts("decode"))
+    left = time.monotonic()
+    with cluster.streaming("who comes next", 32) as c:
+        until("the next request's first token", lambda: c.token_ids, 10)
+        assert c.times[0] - left < 2.0
+        until("its end", lambda: c.ended, 30)
+    assert c.token_ids == expected
+
+
+def test_a_decode_node_killed_midway_gives_an_error_event_and_rejoins(cluster: Cluster) -> None:
+    expected = cluster.own("after the crash", 32)
+    with cluster.streaming("cut short", LONG) as a:
+        until("the stream runs", lambda: len(a.token_ids) > 3, 60)
+        victim = cluster.holder(a.rid)
+        assert victim
+        killed = time.monotonic()
+        cluster.run(victim, "systemctl kill -s KILL tilert-decode.service")
+        until("the stream ends", lambda: a.ended, 10)
+    assert a.ended - killed < 5.0
+    assert a.error, "the client was not told"
+    assert isinstance(a.error, dict), f"the connection broke instead of an error event: {a.error}"
+    assert a.finish_reason is None
+    assert not a.done
+    # The next request is served at once, by the other node.
+    with cluster.streaming("after the crash", 32) as b:
+        until("the next request", lambda: b.ended, 30)
+    assert b.token_ids == expected
+    # The killed one comes back without anybody's help and serves again: two long streams need both.
+    until("the killed node is back", lambda: _healthy(cluster, victim), 90, pause=1)
+    deadline = time.monotonic() + 60
+    while True:
+        with cluster.streaming("one", LONG) as c, cluster.streaming("two", LONG) as d:
+            until("both streams run", lambda: c.token_ids and d.token_ids, 60)
+            both = {cluster.holder(c.rid), cluster.holder(d.rid)} == set(cluster.hosts("decode"))
+        if both:
+            break
+        assert time.monotonic() < deadline, "the killed node serves nothing"
+    with cluster.streaming("after the crash", 32) as e:
+        until("a last request", lambda: e.ended, 30)
+    assert e.token_ids == expected
+
+
+def _healthy(cluster: Cluster, host: str) -> bool:
+    address = cluster.nodes[host]["address"]
+    command = f"curl -s -o /dev/null -m 2 -w '%{{http_code}}' http://{address}:5557/health"
+    return cluster.run(cluster.hosts("router")[0], command, check=False).strip() == "200"
+
+
+def test_a_restarted_router_does_not_book_a_node_twice(cluster: Cluster) -> None:
+    prompts = [f"across the restart {i}" for i in range(6)]
+    expected = {p: cluster.own(p, 48) for p in prompts}
+    with cluster.streaming("a decode under way", LONG) as a, cluster.streaming("another", LONG) as b:
+        until("both streams run", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
+        # Killed: it had no time to hand anything back, so the nodes still decode for nobody.
+        cluster.run(
+            cluster.hosts("router")[0],
+            "systemctl kill -s KILL tilert-router.service; sleep 0.2; "
+            "systemctl restart tilert-router.service",
+        )
+        until("the router answers", lambda: _ingress_health(cluster) is not None, 60)
+        with ThreadPoolExecutor(6) as pool:
+            got = list(pool.map(lambda p: _whole(cluster, p, 48), prompts))
+    assert dict(zip(prompts, got, strict=True)) == expected
+
+
+def _whole(cluster: Cluster, prompt: str, max_tokens: int) -> list[int]:
+    answer = httpx.post(
+        f"{cluster.url}/v1/chat/completions", json=cluster.chat(prompt, max_tokens, stream=False), timeout=120
+    )
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def _ingress_health(cluster: Cluster) -> float | None:
+    """Seconds /health takes through the ingress, None when it does not answer 200."""
+    start = time.perf_counter()
+    try:
+        ok = httpx.get(f"{cluster.url}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return None
+    return time.perf_counter() - start if ok else None
+
+
+def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(cluster: Cluster) -> None:
+    clients, tokens = 100, 24
+    prompt = "in the queue"
+    expected = cluster.own(prompt, tokens)
+    health: list[float | None] = []
+    with (
+        cluster.streaming("first in line", LONG) as a,
+        cluster.streaming("first in line too", LONG) as b,
+    ):
+        until("both nodes decode", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
+        with ThreadPoolExecutor(clients) as pool:
+            waiting = []
+            for _ in range(clients):
+                waiting.append(pool.submit(_first_token, cluster, prompt, tokens))
+                time.sleep(0.02)  # so that "in order" has an order
+            for _ in range(20):
+                health.append(_ingress_health(cluster))
+                time.sleep(0.05)
+            a_left = time.monotonic()
+            # They leave; the queue moves.
+            while not all(w.done() for w in waiting):
+                if a.ended == 0 and time.monotonic() - a_left > 1:
+                    break
+                time.sleep(0.05)
+    # (the two long streams are closed here)
+    while not all(w.done() for w in waiting):
+        health.append(_ingress_health(cluster))
+        time.sleep(0.1)
+    results = [w.result() for w in waiting]
+    assert all(r[1] == expected for r in results)
+    assert None not in health
+    assert max(h for h in health if h is not None) < 0.1
+    order = sorted(range(clients), key=lambda i: results[i][0])
+    # Nodes take turns side by side, so neighbours may swap; nobody is overtaken by more than the pool's slots.
+    assert max(abs(place - i) for place, i in enumerate(order)) <= 4
+
+
+def _first_token(cluster: Cluster, prompt: str, tokens: int) -> tuple[float, list[int]]:
+    with cluster.streaming(prompt, tokens) as s:
+        until("served", lambda: s.ended, 600, pause=0.02)
+    assert s.status == 200, s.body
+    assert s.error is None
+    return s.times[0], s.token_ids
