@@ -69,7 +69,8 @@ class StagingPool:
         if capacity > free:
             raise StagingError(
                 f"tilert_staging_bytes is {capacity}, but only {free} bytes are free on {device}: lower "
-                "it, or leave more memory to it (--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on a CPU)"
+                "it, or give vLLM's own cache less (--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on "
+                "a CPU)"
             )
         if device.type == "cuda" and "expandable_segments:true" in _allocator_settings():
             raise StagingError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from vllm_tilert.transports.base import (
     poll_until,
     rdma_devices,
 )
+from vllm_tilert.wire.address import authority
 
 _WHEEL: Final = "mooncake-transfer-engine"
 _BAD_HANDLES: Final = frozenset({0, -1, 2**64 - 1})
@@ -67,12 +67,11 @@ class MooncakeTransport:
             self._check_devices()
         elif rdma_devices():
             os.environ["MC_FORCE_TCP"] = "1"  # Mooncake prefers a NIC to what it is told.
-        ipv6 = _is_ipv6(host)
-        if ipv6:
+        if ":" in host:
             os.environ["MC_USE_IPV6"] = "1"
         self._host = host
         self._engine = engine = self._start()
-        self._session = f"[{host}]:{engine.get_rpc_port()}" if ipv6 else f"{host}:{engine.get_rpc_port()}"
+        self._session = authority(host, engine.get_rpc_port())
 
     def _start(self) -> Any:
         engine = _import_engine()()
@@ -193,10 +192,3 @@ def _session_id(remote_meta: Mapping[str, Any]) -> str:
     if not isinstance(session, str) or not session:
         raise TransportError(f"the peer's session_id is {session!r}, not HOST:PORT")
     return session
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
