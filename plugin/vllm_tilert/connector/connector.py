@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 from vllm_tilert.connector import metrics
 from vllm_tilert.connector.config import ConnectorConfig
 from vllm_tilert.connector.plan import StepPlan
+from vllm_tilert.connector.register import register
 from vllm_tilert.connector.scheduler import HandoffScheduler
 from vllm_tilert.connector.worker import HandoffWorker
 
@@ -244,3 +245,8 @@ def _check(vllm_config: Any, kv_cache_config: Any) -> None:
             f"this model's cache has {len(groups)} groups with block tables of their own: TileRTConnector "
             "takes models whose layers share one"
         )
+
+
+# MultiConnector looks its children's statistics up by name, also where a child was loaded by module path
+# from an environment that lacks the entry point.
+register()
