@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ class ConnectorConfig:
     staging_wait_s: float = 5.0
     admission_timeout_s: float = 5.0
     send_timeout_s: float = 60.0
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     checksum: bool | None = None
     rdma_devices: tuple[str, ...] = ()
 
