@@ -1,0 +1,24 @@
+output "nodes" {
+  description = "Every host by its name: role, addresses, RDMA devices, GPUs, shape."
+  value       = local.nodes
+}
+
+output "inventory" {
+  description = "What Ansible reads: groups, hosts and each host's variables."
+  value       = module.inventory.inventory
+}
+
+output "ingress_addresses" {
+  description = "Public addresses of the ingress hosts."
+  value       = [for name in sort(local.ingress_hosts) : local.public_addresses[name]]
+}
+
+output "hourly_cost" {
+  description = "US dollars per hour: `known` is the sum over the shapes with a price, `without_price` lists the others."
+  value       = module.fleet.hourly_cost
+}
+
+output "weights_mount" {
+  description = "Where hosts mount the shared weights (DNS name and mount name of the file system); null: none."
+  value       = one([for fs in aws_fsx_lustre_file_system.weights : "${fs.dns_name}@tcp:/${fs.mount_name}"])
+}

@@ -1,0 +1,24 @@
+# The region is the zone without its letter. Credentials come from the environment, never from a variable.
+provider "aws" {
+  region = trimsuffix(var.zone, regex("[a-z]$", var.zone))
+}
+
+module "cluster" {
+  source = "../../modules/aws"
+
+  name             = var.name
+  zone             = var.zone
+  pools            = var.pools
+  reservations     = var.reservations
+  allow_unreserved = var.allow_unreserved
+  transport        = var.transport
+  network          = var.network
+  ssh_keys         = var.ssh_keys
+  allowed_clients  = var.allowed_clients
+  admin_clients    = var.admin_clients
+  image            = var.image
+  ssh_user         = var.ssh_user
+  disks            = var.disks
+  prices           = var.prices
+  weights          = var.weights
+}

@@ -1,0 +1,1 @@
+../../modules/aws/versions.tf

@@ -1,0 +1,1 @@
+../../modules/gcp/versions.tf

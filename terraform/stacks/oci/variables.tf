@@ -1,0 +1,1 @@
+../../modules/oci/variables.tf

@@ -1,0 +1,1 @@
+../../modules/oci/versions.tf

@@ -1,0 +1,14 @@
+output "nodes" {
+  description = "Every host by its name: role, addresses, RDMA devices, GPUs, shape."
+  value       = local.nodes
+}
+
+output "inventory" {
+  description = "What Ansible reads: groups, hosts and each host's variables."
+  value       = module.inventory.inventory
+}
+
+output "hourly_cost" {
+  description = "US dollars per hour: `known` is the sum over the shapes with a price, `without_price` lists the others."
+  value       = module.fleet.hourly_cost
+}
