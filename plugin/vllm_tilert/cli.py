@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vllm_tilert import __version__, verify
+from vllm_tilert.decode import config as decode_config
 
 
 def _make_small_model(arguments: argparse.Namespace) -> int:
@@ -20,6 +21,12 @@ def _make_small_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _decode(arguments: argparse.Namespace) -> int:
+    from vllm_tilert.decode import server
+
+    return server.run(arguments)
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line; importing no more than the standard library."""
     top = argparse.ArgumentParser(prog="tilertctl", description=__doc__)
@@ -29,6 +36,10 @@ def parser() -> argparse.ArgumentParser:
     small = commands.add_parser("make-small-model", help="write the small model of the local cluster")
     small.add_argument("directory", metavar="DIR")
     small.set_defaults(run=_make_small_model)
+
+    node = commands.add_parser("decode", help="run a decode node")
+    decode_config.add_arguments(node)
+    node.set_defaults(run=_decode)
 
     check = commands.add_parser("verify", help="compare answers through the ingress with vLLM's own tokens")
     verify.add_arguments(check)

@@ -1,0 +1,1 @@
+"""Engines: what continues a request from handed-over state."""

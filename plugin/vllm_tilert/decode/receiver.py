@@ -1,0 +1,257 @@
+"""The control port: who may write, and whether what was written is whole. See `wire.control`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final, TypeGuard
+
+from vllm_tilert.decode.node import Node
+from vllm_tilert.decode.slots import Handoff, Refused
+from vllm_tilert.wire import control
+from vllm_tilert.wire.api import ErrorCode, is_rid
+
+log = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S: Final = 10.0
+"""From Hello to the sender's Request."""
+MAX_DONE: Final = 4 << 20
+"""Largest Done in bytes: checksums of every plane of a few thousand segments."""
+
+
+class Receiver:
+    """Serves the control port of one node. `secret` None: any sender may ask."""
+
+    def __init__(self, node: Node, secret: bytes | None) -> None:
+        self._node = node
+        self._secret = secret
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port (the one picked when `port` is 0)."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        rid: str | None = None
+        try:
+            nonce = secrets.token_hex(16)
+            await _send(writer, self._hello(nonce))
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                request = await control.read(reader, control.MAX_REQUEST)
+            try:
+                rid = request.get("rid") if is_rid(request.get("rid")) else None
+                handoff = self._admit(request, nonce)
+            except Refused as error:
+                self._refuse(error, rid, peer)
+                await _send(writer, _refusal(error))
+                return
+            await self._receive(handoff, reader, writer)
+        except TimeoutError:
+            self._node.metrics.refused("no_request")
+        except (control.ProtocolError, OSError) as error:
+            self._node.metrics.refused("protocol")
+            log.warning("control connection failed: %s", error, extra={"rid": rid, "peer": str(peer)})
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _hello(self, nonce: str) -> dict[str, Any]:
+        node = self._node
+        return {
+            "magic": control.MAGIC,
+            "ext": control.EXTENSION,
+            "layout_version": node.layout.version,
+            "transport": node.transport.name,
+            "max_seq_len": node.max_seq_len,
+            "busy": not node.slots.idle,
+            **node.transport.local_meta(),
+            "layout": node.layout.describe(),
+            "nonce": nonce,
+            # A stock sender writes without waiting for an answer: to nowhere.
+            "kv_base": 0,
+            "pe_base": 0,
+            "ki_base": 0,
+        }
+
+    def _admit(self, request: Mapping[str, Any], nonce: str) -> Handoff:
+        """Check every field, then let the sender write. Raises Refused; nothing was written then."""
+        rid, rank = request.get("rid"), request.get("rank")
+        if request.get("ext") != control.EXTENSION:
+            raise Refused(
+                ErrorCode.BAD_REQUEST,
+                f"ext is {request.get('ext')!r}, this node speaks {control.EXTENSION}: "
+                "use this project's connector on the prefill host",
+            )
+        if not is_rid(rid):
+            raise Refused(ErrorCode.BAD_REQUEST, "rid is not 32 lower-case hex digits")
+        assert isinstance(rid, str)
+        if not _whole(rank) or rank != 0:
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"rank is {rank!r}: only rank 0 sends (the state is replicated)", rid
+            )
+        if self._secret is not None and not control.proof_holds(
+            self._secret, nonce, rid, 0, request.get("proof")
+        ):
+            raise Refused(
+                ErrorCode.UNAUTHORIZED, "the proof does not hold: both ends need the same secret", rid
+            )
+        mismatch = self._node.layout.mismatch(request.get("layout"))
+        if mismatch:
+            raise Refused(ErrorCode.LAYOUT_MISMATCH, mismatch, rid)
+        seq_len = request.get("seq_len")
+        if not _whole(seq_len) or seq_len < 1:
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"seq_len is {seq_len!r}: expected a positive whole number", rid
+            )
+        if seq_len > self._node.max_seq_len:
+            raise Refused(
+                ErrorCode.SEQ_LEN_EXCEEDED,
+                f"seq_len is {seq_len}, this node takes {self._node.max_seq_len}",
+                rid,
+            )
+        generation = request.get("generation")
+        if not _whole(generation):
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"generation is {generation!r}: expected a whole number", rid
+            )
+        last = request.get("last_prompt_token")
+        if not _whole(last) or last < 0:
+            raise Refused(ErrorCode.BAD_REQUEST, f"last_prompt_token is {last!r}: expected a token id", rid)
+        handoff = self._node.slots.admit(rid, generation)
+        handoff.last_prompt_token = last
+        handoff.facts |= {"seq_len": seq_len, "bytes": self._node.layout.segment_bytes(seq_len)}
+        return handoff
+
+    async def _receive(
+        self, handoff: Handoff, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """From Accept to Verdict. Whatever happens, the slots are told how the writer ended."""
+        node, slots = self._node, self._node.slots
+        start = time.perf_counter()
+        told = False  # whether `slots` know how the writer ended
+        try:
+            deadline_s = max(0.0, (handoff.writer_deadline or 0.0) - time.monotonic())
+            await _send(
+                writer,
+                {
+                    "accept": True,
+                    "slot": handoff.slot,
+                    "generation": handoff.generation,
+                    "address": node.address(handoff),
+                    "bytes": node.layout.segment_bytes(handoff.facts["seq_len"]),
+                    "deadline_s": deadline_s,
+                },
+            )
+            message = await self._next(handoff, reader, writer)
+            if "abort" in message:
+                told = True
+                slots.writer_stopped(handoff, f"the sender gave up: {_text(message)}")
+                return
+            try:
+                segments, sums = self._read_done(handoff, message)
+            except Refused as error:
+                # Done with nonsense in it: the sender says that it has stopped writing, no more.
+                told = True
+                slots.writer_stopped(handoff, error.message)
+                self._refuse(error, handoff.rid, None)
+                await _send(writer, _refusal(error))
+                return
+            told = True
+            handoff.timing_ms["wire"] = 1e3 * (time.perf_counter() - start)
+            handoff.facts |= {"segments": len(segments), "wire_ms": handoff.timing_ms["wire"]}
+            try:
+                await node.accept_state(handoff, segments, sums)
+            except Refused as error:
+                self._refuse(error, handoff.rid, None)
+                await _send(writer, _refusal(error))
+                return
+            node.metrics.received(handoff)
+            await _send(writer, {"ok": True})
+        finally:
+            if not told:
+                slots.writer_vanished(handoff, "the sender vanished before it was done")
+
+    async def _next(
+        self, handoff: Handoff, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> dict[str, Any]:
+        """The sender's next message. If the handoff ends first the sender is told to stop, and its
+        answer is waited for: until then it may be writing."""
+        reading = asyncio.ensure_future(control.read(reader, MAX_DONE))
+        ending = asyncio.ensure_future(self._node.signal.until(lambda: handoff.over))
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                await _send(writer, {"abort": handoff.outcome, "message": handoff.message})
+                # The slot stays quarantined meanwhile; `limits` say for how long at most.
+                limits = self._node.slots.limits
+                async with asyncio.timeout(limits.transfer + limits.grace):
+                    await asyncio.wait([reading])
+            return await reading
+        except TimeoutError:
+            raise control.ProtocolError("the sender did not answer an abort") from None
+        finally:
+            reading.cancel()
+            ending.cancel()
+
+    def _read_done(
+        self, handoff: Handoff, message: Mapping[str, Any]
+    ) -> tuple[list[int], list[list[int]] | None]:
+        rid, layout = handoff.rid, self._node.layout
+        if message.get("done") is not True or message.get("rid") != rid:
+            raise Refused(ErrorCode.BAD_REQUEST, "expected Done or Abort of the same rid", rid)
+        segments, sums = message.get("segments"), message.get("checksums")
+        if not isinstance(segments, list) or not all(_whole(n) for n in segments):
+            raise Refused(ErrorCode.BAD_REQUEST, "segments is not a list of whole numbers", rid)
+        try:
+            layout.check_segments(segments, handoff.facts["seq_len"])
+        except ValueError as error:
+            raise Refused(ErrorCode.BAD_REQUEST, f"segments: {error}", rid) from None
+        if sums is None:
+            if self._node.verify_checksums:
+                raise Refused(ErrorCode.CHECKSUM_MISMATCH, "this node wants checksums, Done has none", rid)
+            return segments, None
+        planes = len(layout.planes)
+        if (
+            not isinstance(sums, list)
+            or len(sums) != len(segments)
+            or not all(isinstance(s, list) and len(s) == planes and all(_whole(n) for n in s) for s in sums)
+        ):
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"checksums are not {planes} whole numbers for each segment", rid
+            )
+        return segments, sums
+
+    def _refuse(self, error: Refused, rid: str | None, peer: object) -> None:
+        self._node.metrics.refused(error.code)
+        log.warning(
+            "handoff refused: %s: %s", error.code, error.message, extra={"rid": rid, "peer": str(peer)}
+        )
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    return f"{str(message.get('abort'))[:64]}: {str(message.get('message', ''))[:256]}"
+
+
+def _refusal(error: Refused) -> dict[str, Any]:
+    return {"error": error.code, "message": error.message}
+
+
+async def _send(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
+    writer.write(control.pack(message))
+    await writer.drain()
