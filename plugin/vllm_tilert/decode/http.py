@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from typing import Any
+from typing import Any, Final
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_tilert.decode.engines.base import Sampling
 from vllm_tilert.decode.node import Decode, End, Node
 from vllm_tilert.decode.slots import MAX_TTL_S, Handoff, Refused
 from vllm_tilert.wire import api
 from vllm_tilert.wire.api import ErrorCode, SlotState
+
+MAX_BODY: Final = 64 << 10
+"""Largest request body in bytes; every call is a few hundred."""
+_OPEN: Final = (api.HEALTH, api.METRICS)
 
 RID = Field(pattern=r"^[0-9a-f]{32}$")
 
@@ -174,6 +179,37 @@ async def _line(send: Send, message: dict[str, Any], more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
+class _Gate:
+    """Refuses whoever lacks the secret, and bodies that are too large, before anything is parsed."""
+
+    def __init__(self, app: ASGIApp, secret: str | None) -> None:
+        self._app = app
+        self._secret = secret
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("authorization", "").encode()
+        wanted = f"Bearer {self._secret}".encode()
+        if self._secret is not None and scope["path"] not in _OPEN and not hmac.compare_digest(given, wanted):
+            refusal = Refused(ErrorCode.UNAUTHORIZED, "Authorization: Bearer SECRET is missing or wrong")
+            await _error(refusal)(scope, receive, send)
+            return
+        left = MAX_BODY
+
+        async def bounded() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise Refused(ErrorCode.BAD_REQUEST, f"the body is larger than {MAX_BODY} bytes")
+            return message
+
+        await self._app(scope, bounded, send)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -187,12 +223,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
         for status in sorted(set(api.HTTP_STATUS.values()) | {404})
     }
 
-    async def authorise(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if secret is not None and not hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
-            raise Refused(ErrorCode.UNAUTHORIZED, "Authorization: Bearer SECRET is missing or wrong")
-
-    guarded = APIRouter(dependencies=[Depends(authorise)])
+    app.add_middleware(_Gate, secret=secret)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -204,7 +235,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
     async def refused(_: Request, error: Refused) -> Response:
         return _error(error)
 
-    @guarded.post(api.RESERVE, responses=errors)
+    @app.post(api.RESERVE, responses=errors)
     async def reserve(body: ReserveBody) -> dict[str, Any]:
         if node.broken:
             raise Refused(ErrorCode.ENGINE_FAILED, node.broken, body.rid)
@@ -223,7 +254,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
             "ahead": len(node.slots.alive()) > 1,
         }
 
-    @guarded.post(api.DECODE, responses=errors)
+    @app.post(api.DECODE, responses=errors)
     async def decode(body: DecodeBody) -> Response:
         call = Decode(
             body.first_token_id, body.max_tokens, body.sampling.sampling() if body.sampling else Sampling()
@@ -231,7 +262,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
         handoff = node.attach(body.rid, call, body.timeout_s)
         return DecodeResponse(node, handoff, call, body.stream)
 
-    @guarded.post(api.CANCEL, responses=errors)
+    @app.post(api.CANCEL, responses=errors)
     async def cancel(body: RidBody) -> Response:
         handoff = node.slots.find(body.rid)
         if handoff is None:
@@ -240,7 +271,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
         node.slots.end(handoff, ErrorCode.CANCELLED, "the request was cancelled")
         return JSONResponse({"cancelled": body.rid})
 
-    @guarded.get(api.STATUS)
+    @app.get(api.STATUS)
     async def status() -> dict[str, Any]:
         engine = node.slots.engine
         current = engine or next(iter(node.slots.alive()), None)
@@ -264,7 +295,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
             "slots": slots,
         }
 
-    @guarded.get(api.HISTORY + "/{rid}", responses=errors)
+    @app.get(api.HISTORY + "/{rid}", responses=errors)
     async def history(rid: str) -> Response:
         handoff = node.slots.find(rid)
         if handoff is None or not handoff.over:
@@ -273,12 +304,12 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
             )
         return JSONResponse(describe(handoff))
 
-    @guarded.post(api.DRAIN)
+    @app.post(api.DRAIN)
     async def drain() -> dict[str, Any]:
         node.slots.drain(True)
         return {"draining": True}
 
-    @guarded.post(api.UNDRAIN)
+    @app.post(api.UNDRAIN)
     async def undrain() -> dict[str, Any]:
         node.slots.drain(False)
         return {"draining": False}
@@ -294,5 +325,4 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
     async def metrics() -> Response:
         return PlainTextResponse(node.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    app.include_router(guarded)
     return app

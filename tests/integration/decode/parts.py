@@ -175,7 +175,7 @@ class Sender:
         self.writer.write(control.pack(message))
         return await control.read(self.reader)
 
-    def request(self, rid: str, generation: int, tokens: int, **changed: Any) -> dict[str, Any]:
+    def request(self, rid: str, generation: int, tokens: int, /, **changed: Any) -> dict[str, Any]:
         """A Request; `changed` overrides fields, None removes one."""
         message = {
             "ext": 1,
