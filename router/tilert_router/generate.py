@@ -1,0 +1,261 @@
+"""One generation on the TileRT path: lease, prefill, decode leg, and one fresh attempt if that fails early.
+
+A client's answer starts only when a decode leg is open, so everything before may be tried again
+elsewhere: with a new handoff id, a new reservation and a new prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from tilert_router import decode
+from tilert_router.config import Config
+from tilert_router.decode import DecodeStream, NodeError
+from tilert_router.errors import ApiError, bad_request, overloaded
+from tilert_router.leases import Lease, Pool
+from tilert_router.metrics import Metrics
+from tilert_router.output import Output, StreamDetokenizer
+from tilert_router.prefill import Prefilled, PrefillFailed, PrefillPool
+from tilert_router.queue import QueueFull, Ticket
+from tilert_router.request import Request
+from vllm_tilert.wire.api import ErrorCode
+
+log = logging.getLogger(__name__)
+
+_STATUS: Final = {
+    ErrorCode.KV_TRANSFER_TIMEOUT: 504,
+    decode.TIMEOUT: 504,
+    ErrorCode.BUSY: 503,
+    ErrorCode.DRAINING: 503,
+    ErrorCode.NOT_RESERVED: 503,
+    decode.UNREACHABLE: 503,
+}
+_EXPECTED_TOKENS: Final = 512
+"""Cost of a request that says no length, for fairness between keys."""
+
+
+def node_answer(error: NodeError) -> ApiError:
+    """What a client reads of a decode node's failure: the code, never the node's own words."""
+    status = _STATUS.get(error.code, 502)
+    return ApiError(status, f"Decoding failed ({error.code}).", code=error.code)
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of the answer. Both empty: nothing came for a while."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Generation:
+    """An answer whose decode leg is open (or that needs none). Iterate `pieces` once, then `close`."""
+
+    def __init__(
+        self,
+        request: Request,
+        prefilled: Prefilled,
+        lease: Lease,
+        stream: DecodeStream | None,
+        output: Output,
+    ) -> None:
+        self.request = request
+        self.prefilled = prefilled
+        self.rid = lease.rid
+        self.finish_reason: str = "stop" if prefilled.ended else "length"
+        self._lease = lease
+        self._stream = stream
+        self._output = output
+        self._ended_by_eos = prefilled.ended
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token that ended the answer, if one of the request's did."""
+        return self._output.stop_reason
+
+    def usage(self) -> dict[str, int]:
+        """Token counts so far; an end-of-sequence token counts, as in vLLM."""
+        prompt = self.prefilled.prompt_tokens
+        completion = self._output.count + self._ended_by_eos
+        return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+    async def pieces(self, stall_s: float, keepalive_s: float) -> AsyncIterator[Piece]:
+        """The answer as it grows. Raises ApiError when decoding breaks off."""
+        output = self._output
+        if self._stream is None:
+            if not self.prefilled.ended:
+                text = output.push([self.prefilled.first_token_id])
+                yield Piece(text if output.stopped else text + output.flush(), output.kept)
+                if output.stopped:
+                    self.finish_reason = "stop"
+            return
+        try:
+            async for burst in self._stream.bursts(stall_s, keepalive_s):
+                if not burst:
+                    yield Piece("", [])
+                    continue
+                self._lease.remaining -= len(burst)
+                text = output.push(burst)
+                if text or output.kept:
+                    yield Piece(text, output.kept)
+                if output.stopped:
+                    self.finish_reason = "stop"
+                    self._lease.abandon("a stop string is complete")
+                    return
+        except NodeError as error:
+            raise node_answer(error) from None
+        done = self._stream.done
+        assert done is not None
+        if done.finish_reason not in ("stop", "length"):
+            raise ApiError(502, f"Decoding ended early ({done.finish_reason}).", code=done.finish_reason)
+        self._lease.finish()
+        self.finish_reason = done.finish_reason
+        self._ended_by_eos = done.finish_reason == "stop"
+        if rest := output.flush():
+            yield Piece(rest, [])
+
+    def close(self) -> None:
+        """Over, however it ended: a decode that still runs is cancelled."""
+        self._lease.abandon("the answer ended")
+        if self._stream is not None:
+            self._stream.close()
+
+
+class Generator:
+    """Starts generations. One per router process."""
+
+    def __init__(
+        self, config: Config, pool: Pool, prefill: PrefillPool, tokenizer: Tokenizer, metrics: Metrics
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._prefill = prefill
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+
+    async def start(
+        self, request: Request, key: str, priority: int, wait_s: float, trace: dict[str, str]
+    ) -> Generation:
+        """Wait for a node, prefill, open the decode leg. Raises ApiError. Cancelling gives all of it back."""
+        queued = self._loop.time()
+        ticket = Ticket(
+            key=key,
+            priority=priority,
+            cost=request.max_tokens or _EXPECTED_TOKENS,
+            deadline=queued + wait_s,
+            future=self._loop.create_future(),
+        )
+        avoid: set[str] = set()
+        failed: ApiError | None = None
+        for attempt in range(1 + self._config.limits.retries):
+            lease = await self._lease(ticket, attempt, wait_s, failed)
+            if not attempt:
+                self._metrics.phase.labels("queue").observe(self._loop.time() - queued)
+            try:
+                return await self._attempt(request, lease, avoid, trace)
+            except (PrefillFailed, NodeError) as error:
+                lease.abandon(str(error))
+                if isinstance(error, NodeError):
+                    ticket.avoid.add(lease.node.name)
+                    failed = node_answer(error)
+                    fault = error.code
+                else:
+                    failed, fault = error.answer, str(error.answer.code)
+                self._metrics.retries.labels(fault).inc()
+                log.warning(
+                    "attempt failed", extra={"rid": lease.rid, "node": lease.node.name, "fault": str(error)}
+                )
+            except BaseException:
+                lease.abandon("the request ended")
+                raise
+        assert failed is not None
+        raise failed
+
+    async def _lease(self, ticket: Ticket, attempt: int, wait_s: float, failed: ApiError | None) -> Lease:
+        try:
+            return await (self._pool.reacquire(ticket) if attempt else self._pool.acquire(ticket))
+        except QueueFull:
+            raise overloaded("Too many requests are waiting.", wait_s / 10) from None
+        except TimeoutError:
+            if failed is not None:
+                raise failed from None
+            raise overloaded(
+                "No decode node became free in time.", wait_s / 10, code="queue_timeout"
+            ) from None
+
+    async def _attempt(
+        self, request: Request, lease: Lease, avoid: set[str], trace: dict[str, str]
+    ) -> Generation:
+        node, reservation = lease.node, lease.reservation
+        assert reservation is not None
+        handoff: dict[str, Any] = {
+            "tilert_host": node.host,
+            "tilert_ctrl_port": node.ctrl_port,
+            "tilert_rid": lease.rid,
+            "tilert_generation": reservation.generation,
+        }
+        start = self._loop.time()
+        lease.prefilled = True
+        prefilled = await self._prefill.run(request, lease.rid, handoff, avoid, trace)
+        first = self._loop.time()
+        self._metrics.phase.labels("prefill").observe(first - start)
+
+        window = min(self._config.model.max_model_len, node.max_seq_len or self._config.model.max_model_len)
+        budget = request.budget(prefilled.prompt_tokens, window)
+        if budget < 1:
+            raise bad_request(
+                f"the prompt has {prefilled.prompt_tokens} tokens, and the context of {window} leaves none "
+                "for the answer",
+                "messages" if request.kind == "chat" else "prompt",
+                code="context_length_exceeded",
+            )
+        detokenizer = StreamDetokenizer(
+            self._tokenizer, prefilled.prompt_token_ids, request.skip_special_tokens
+        )
+        output = Output(detokenizer, request.stop, request.stop_token_ids, request.include_stop)
+        if prefilled.ended or budget == 1:
+            lease.abandon("the first token is the whole answer")
+            return Generation(request, prefilled, lease, None, output)
+        lease.remaining = budget
+        stream = await self._open(
+            lease,
+            {
+                "rid": lease.rid,
+                "first_token_id": prefilled.first_token_id,
+                "max_tokens": budget,
+                "sampling": request.sampling.as_json(),
+                "timeout_s": self._config.timeouts.handoff_s,
+            },
+        )
+        lease.opened = True
+        self._pool.kick()
+        self._metrics.phase.labels("handoff").observe(self._loop.time() - first)
+        return Generation(request, prefilled, lease, stream, output)
+
+    async def _open(self, lease: Lease, body: dict[str, Any]) -> DecodeStream:
+        """Open the decode leg. Behind another request it waits for that one's end, then `handoff_s`."""
+        client: Any = lease.node.client
+        opening = self._loop.create_task(client.open(body, None))
+        front = self._loop.create_task(lease.front.wait())
+        try:
+            await asyncio.wait({opening, front}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                # The node's own limit of the same length ends first, with the reason.
+                await asyncio.wait({opening}, timeout=self._config.timeouts.handoff_s + 2)
+            if not opening.done():
+                raise NodeError(decode.TIMEOUT, "the decode leg did not open")
+            stream: DecodeStream = opening.result()
+            return stream
+        except BaseException:
+            if not opening.cancel() and not opening.cancelled() and opening.exception() is None:
+                opening.result().close()
+            raise
+        finally:
+            front.cancel()
