@@ -10,7 +10,7 @@ from vllm_tilert.cli import main, parser
 from vllm_tilert.decode.config import ConfigError, DecodeConfig
 
 
-def arguments(model: Path, **changed: str) -> list[str]:
+def arguments(model: Path, /, **changed: str) -> list[str]:
     options = {
         "engine": "reference",
         "model": "mla",
