@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shlex
 import subprocess
 import threading
 import time
@@ -17,8 +17,6 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
-STACK = ROOT / "terraform/stacks/local"
-OPS = ROOT / ".venv-ops/bin"
 
 
 def shell(script: str, timeout: float = 1800, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -40,8 +38,7 @@ def shell(script: str, timeout: float = 1800, check: bool = True) -> subprocess.
 
 def podman(*arguments: str, check: bool = True, timeout: float = 120) -> str:
     """Run podman with the settings this machine needs."""
-    command = " ".join(f"'{a}'" for a in arguments)
-    return shell(f'. "$STACK/scripts/podman-env.sh"; podman {command}', timeout, check).stdout
+    return shell(f'. "$STACK/scripts/podman-env.sh"; podman {shlex.join(arguments)}', timeout, check).stdout
 
 
 def recap(output: str) -> dict[str, dict[str, int]]:
@@ -130,7 +127,8 @@ class Cluster:
         command = (
             "/opt/tilert/router/bin/tilertctl verify --json "
             f"--ingress http://127.0.0.1 --prefill http://{prefill}:8000 "
-            f"{decode} --secret-file /etc/tilert/secret --model {self.model} " + " ".join(arguments)
+            f"{decode} --secret-file /etc/tilert/credentials/decode "
+            f"--model {self.model} " + " ".join(arguments)
         )
         out = self.run(self.hosts("router")[0], command + " || [ $? = 1 ]", timeout=600)
         return list(json.loads(out))
@@ -202,18 +200,9 @@ class Cluster:
         """vLLM's own greedy continuation of the same chat, asked of the prefill node itself."""
         prefill = self.nodes[self.hosts("prefill")[0]]["address"]
         body = json.dumps(self.chat(prompt, max_tokens, stream=False))
-        script = f"curl -sS -m 120 -H 'content-type: application/json' -d '{body}' http://{prefill}:8000/v1/chat/completions"
-        return list(
-            json.loads(podman("exec", self.hosts("router")[0], *_argv(script)))["choices"][0]["token_ids"]
+        out = self.run(
+            self.hosts("router")[0],
+            f"curl -sS -m 120 -H 'content-type: application/json' "
+            f"-d {shlex.quote(body)} http://{prefill}:8000/v1/chat/completions",
         )
-
-
-def _argv(script: str) -> list[str]:
-    import shlex
-
-    return shlex.split(script)
-
-
-def environment() -> dict[str, str]:
-    """The environment in which terraform and ansible of the project run."""
-    return os.environ | {"PATH": f"{OPS}:{os.environ['PATH']}"}
+        return list(json.loads(out)["choices"][0]["token_ids"])
