@@ -30,7 +30,7 @@ def test_a_profile_answers_to_its_names(alias: str, name: str) -> None:
 
 
 def test_an_unknown_profile_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ProfileError, match="'gpt'.*deepseek-v3.2.*glm5") as error:
+    with pytest.raises(ProfileError, match=r"'gpt'.*deepseek-v3\.2.*glm5") as error:
         get_profile("gpt")
     assert (error.value.field, error.value.value) == ("profile", "gpt")
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unit.profiles.caches import mla_caches, nsa_caches
-from vllm_tilert.profiles import mla_nsa
 from vllm_tilert.profiles.base import get_profile
 
 POISON = 0xA5
@@ -81,10 +80,8 @@ def test_fp8_state_converts_to_the_float64_reference_within_bfloat16_rounding(to
     caches = nsa_caches(2, BLOCKS, "fp8_ds_mla")
     table = random.Random(tokens).sample(range(BLOCKS), -(-tokens // 64))
     state = trip(get_profile("glm5"), caches, table, [tokens])
-    rotation = mla_nsa.hadamard(torch.device("cpu"), torch.float64) * 128**-0.5
-    assert torch.equal(
-        rotation @ rotation.T, torch.eye(128, dtype=torch.float64).mul(rotation[0].dot(rotation[0]))
-    )
+    signs = [[1.0 - 2.0 * ((i & j).bit_count() % 2) for j in range(128)] for i in range(128)]
+    rotation = torch.tensor(signs, dtype=torch.float64) * 128**-0.5
     for i, (index, kv, pe) in enumerate(state.layers):
         rows = caches[f"model.layers.{i}.self_attn.attn"][table].reshape(-1, 656)[:tokens]
         values = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double()
