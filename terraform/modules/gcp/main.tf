@@ -55,7 +55,7 @@ locals {
       gpus         = host.gpus
       shape        = host.shape
       vars = merge(
-        { ansible_user = var.ssh_user },
+        { ansible_user = var.ssh_user, tilert_transport = var.transport.library, tilert_protocol = var.transport.protocol },
         contains(local.ingress_hosts, name) ? { ansible_host = local.public_addresses[name] } : { ansible_ssh_common_args = "-o ProxyJump=${var.ssh_user}@${local.jump}" },
       )
     }

@@ -24,7 +24,7 @@ locals {
       rdma_devices   = host.rdma_devices
       gpus           = module.fleet.shapes[host.shape].gpus
       shape          = host.shape
-      vars           = merge({ ansible_user = var.ssh_user }, host.ansible_host == null ? {} : { ansible_host = host.ansible_host })
+      vars           = merge({ ansible_user = var.ssh_user, tilert_transport = var.transport.library, tilert_protocol = var.transport.protocol }, host.ansible_host == null ? {} : { ansible_host = host.ansible_host })
     }
   }
 }

@@ -12,7 +12,7 @@ variables {
 run "a_rack_becomes_an_inventory" {
   command = plan
   assert {
-    condition     = jsonencode(output.inventory.decode) == jsonencode({ d1 = { address = "10.0.0.11", ansible_host = "10.0.0.11", ansible_user = "ubuntu", fabric_address = "10.1.0.11", gpus = 8, rdma_devices = ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7"], shape = "hgx-b200-infiniband" } })
+    condition     = jsonencode(output.inventory.decode) == jsonencode({ d1 = { address = "10.0.0.11", ansible_host = "10.0.0.11", ansible_user = "ubuntu", fabric_address = "10.1.0.11", gpus = 8, rdma_devices = ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7"], shape = "hgx-b200-infiniband", tilert_protocol = "rdma", tilert_transport = "mooncake" } })
     error_message = jsonencode(output.inventory.decode)
   }
   assert {
