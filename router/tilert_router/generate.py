@@ -115,6 +115,18 @@ class Generation:
         if done.finish_reason not in ("stop", "length"):
             raise ApiError(502, f"Decoding ended early ({done.finish_reason}).", code=done.finish_reason)
         self._lease.finish()
+        if done.n != output.count or done.seq_len not in (None, self.prefilled.prompt_tokens):
+            # Tokens were lost on the way, or the node decoded from the state of another prompt.
+            log.error(
+                "the node's account does not fit the request",
+                extra={
+                    "rid": self.rid,
+                    "node": self._lease.node.name,
+                    "tokens": [done.n, output.count],
+                    "prompt_tokens": [done.seq_len, self.prefilled.prompt_tokens],
+                },
+            )
+            raise ApiError(502, "Decoding failed (the answer is not whole).", code="answer_mismatch")
         self.finish_reason = done.finish_reason
         self._ended_by_eos = done.finish_reason == "stop"
         if rest := output.flush():

@@ -89,6 +89,8 @@ class FakeDecode:
         self.die_after: int | None = None
         self.stall_after: int | None = None
         self.lose_state = False
+        self.account: dict[str, int] = {}
+        """Replaces fields of the last line."""
         self._generation = 0
         self._changed = asyncio.Condition()
         app = web.Application()
@@ -160,7 +162,7 @@ class FakeDecode:
             done = {"done": True, "n": len(tokens), "seq_len": PROMPT_TOKENS, "finish_reason": "length"}
             await self._free(rid)
             self.running.discard(rid)
-            await response.write(json.dumps(done | {"timing_ms": {}}).encode() + b"\n")
+            await response.write(json.dumps(done | self.account | {"timing_ms": {}}).encode() + b"\n")
             return response
         finally:
             self.running.discard(rid)

@@ -269,3 +269,20 @@ async def test_a_first_token_that_ends_the_answer_needs_no_decode(up: Up) -> Non
     assert (status, json.loads(raw)["usage"]["completion_tokens"]) == (200, 1)
     assert bench.nodes[0].decoded == []
     await settled(bench.nodes[0])
+
+
+@pytest.mark.parametrize("account", [{"seq_len": PROMPT_TOKENS + 1}, {"n": 4}, {"n": 6}])
+async def test_an_answer_from_another_state_or_with_lost_tokens_is_never_a_success(
+    up: Up, account: dict[str, int]
+) -> None:
+    bench = await up(1)
+    url = await bench.router()
+    bench.nodes[0].account = account
+    status, _, raw = await bench.post(url, CHAT)
+    assert (status, json.loads(raw)["error"]["code"]) == (502, "answer_mismatch")
+    _, _, raw = await bench.post(url, CHAT | {"stream": True})
+    seen = events(raw)
+    assert seen[-1]["error"]["code"] == "answer_mismatch"
+    assert not any(c.get("finish_reason") for e in seen[:-1] for c in e["choices"])
+    bench.nodes[0].account = {}
+    assert (await bench.post(url, CHAT))[0] == 200
