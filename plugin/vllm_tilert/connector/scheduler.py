@@ -17,7 +17,7 @@ from vllm_tilert.connector.plan import Order, Progress, StepPlan
 from vllm_tilert.wire.address import check_host, check_port
 from vllm_tilert.wire.api import CONTROL_PORT, ErrorCode, is_rid
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, whose handler and level it takes
 
 HOST_NOT_ALLOWED: Final = "host_not_allowed"
 """Reason of a refusal: the request names a host outside `tilert_allowed_hosts`."""

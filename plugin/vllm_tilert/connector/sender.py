@@ -32,7 +32,7 @@ from vllm_tilert.transports import Transport, TransportError, WriteOutstanding
 from vllm_tilert.wire import control
 from vllm_tilert.wire.api import ErrorCode
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, whose handler and level it takes
 
 CONNECT_FAILED: Final = "connect_failed"
 DEADLINE: Final = "deadline"

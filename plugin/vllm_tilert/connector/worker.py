@@ -25,7 +25,7 @@ from vllm_tilert.staging import StagingPool
 from vllm_tilert.transports import Transport, make_transport
 from vllm_tilert.wire.api import ErrorCode
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's logger, whose handler and level it takes
 
 STAGING_FULL: Final = "staging_full"
 GATHER_FAILED: Final = "gather_failed"

@@ -1,7 +1,7 @@
 """The connector under test, which also writes down what the cache holds when a prompt is complete.
 
 It reads the rows one by one through the block table, by none of the code that gathers them. It also turns
-on chunks of 128 tokens and prefix caching, which vLLM's own CPU platform turns off for MLA models.
+on prefix caching, which vLLM's own CPU platform turns off for MLA models.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from vllm_tilert.connector import connector
 
 class TileRTConnector(connector.TileRTConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        vllm_config.scheduler_config.enable_chunked_prefill = True
-        vllm_config.scheduler_config.long_prefill_token_threshold = 128
-        vllm_config.scheduler_config.max_num_batched_tokens = 128
         vllm_config.cache_config.enable_prefix_caching = True
         super().__init__(vllm_config, role, kv_cache_config)
 

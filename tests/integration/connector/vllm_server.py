@@ -66,7 +66,8 @@ class Vllm:
         async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return {
-            name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")
         }
 
 
