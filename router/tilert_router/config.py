@@ -79,8 +79,6 @@ class Model(_Section):
     max_model_len: Annotated[int, Field(ge=2)]
     served_name: str | None = None
     """The model's name on the prefill nodes, where it differs from `name`."""
-    parser: str | None = None
-    """Name of a vLLM parser (`glm47_moe`, `deepseek_v32`): reasoning and tool calls; null: plain text."""
     max_top_k: Annotated[int, Field(ge=1)] = 256
     """Largest top_k of the decode engine; larger or unlimited values become this on both legs."""
 

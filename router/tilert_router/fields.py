@@ -76,6 +76,10 @@ def _auto_tools(value: Any, _: Body) -> bool:
     return value in ("none", "auto")
 
 
+def _no_calls(_: Any, body: Body) -> bool:
+    return body.get("tool_choice") == "none"
+
+
 def _one_prompt(value: Any, _: Body) -> bool:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
@@ -115,14 +119,14 @@ TABLE: Final[tuple[Row, ...]] = (
     Row("include_stop_str_in_output", _R),
     Row("skip_special_tokens", _R),
     Row("return_token_ids", _R),
-    Row("include_reasoning", _R, "with a parser", kinds=_CHAT),
-    Row("parallel_tool_calls", _R, "with a parser", kinds=_CHAT),
-    Row("stream_interval", _R, "tokens gathered into one chunk"),
+    Row("include_reasoning", _N, "true is served; reasoning is not parsed out", _is(True), _CHAT),
+    Row("parallel_tool_calls", _I, "of tool calls only", kinds=_CHAT),
+    Row("stream_interval", _N, "1 is served", _is(1)),
     Row("temperature", _S, "0 is greedy; left out: generation_config.json, then 1.0"),
     Row("top_p", _S, "left out: generation_config.json, then 1.0"),
     Row("top_k", _S, "0, -1 and values above model.max_top_k become model.max_top_k"),
-    Row("tools", _P, "calls are parsed by the configured parser", kinds=_CHAT),
-    Row("tool_choice", _N, "none and auto are served", _auto_tools, _CHAT),
+    Row("tools", _N, "served with tool_choice none: calls are not parsed out of the text", _no_calls, _CHAT),
+    Row("tool_choice", _N, "none is served", _is("none"), _CHAT),
     Row("reasoning_effort", _P, kinds=_CHAT),
     Row("add_generation_prompt", _P, kinds=_CHAT),
     Row("continue_final_message", _P, kinds=_CHAT),
@@ -135,7 +139,7 @@ TABLE: Final[tuple[Row, ...]] = (
     Row("truncate_prompt_tokens", _N, "positive values are served", _positive),
     Row("truncation_side", _P),
     Row("cache_salt", _P),
-    Row("return_prompt_text", _P, kinds=_CHAT),
+    Row("return_prompt_text", _N, "false is served", _is(False), _CHAT),
     Row("frequency_penalty", _N, "0 is served", _is(0)),
     Row("presence_penalty", _N, "0 is served", _is(0)),
     Row("repetition_penalty", _N, "1 is served", _is(1)),
@@ -195,7 +199,7 @@ def _rows(kind: Kind, *treatments: Treatment) -> tuple[Row, ...]:
 NEUTRAL: Final = {kind: {row.name: row for row in _rows(kind, _N)} for kind in Kind}
 PREFILL: Final = {
     kind: frozenset(row.name for row in _rows(kind, _P))
-    | ({"tool_choice"} if kind is Kind.CHAT else {"prompt"})
+    | ({"tools", "tool_choice"} if kind is Kind.CHAT else {"prompt"})
     | {"truncate_prompt_tokens"}
     for kind in Kind
 }

@@ -338,7 +338,8 @@ def gather(sysfs: Path, proc: Path, dev: Path, wanted: list[str]) -> dict[str, A
         problems.append(
             problem(
                 "device_missing",
-                f"rdma_devices: {', '.join(missing)} not found, there is {', '.join(n.name for n in found) or 'none'}",
+                f"rdma_devices: {', '.join(missing)} not found, "
+                f"there is {', '.join(n.name for n in found) or 'none'}",
                 "Correct rdma_devices in the inventory, or leave it out to have the NICs found.",
             )
         )

@@ -17,7 +17,11 @@ PROMPTS: dict[Kind, dict[str, Any]] = {
 # A value of each refused field that changes what is generated or returned, and a harmless one.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "prompt": (["a", "b"], ["a"]),
-    "tool_choice": ("required", "auto"),
+    "tool_choice": ("auto", "none"),
+    "tools": ([{"type": "function", "function": {"name": "f"}}], None),
+    "include_reasoning": (False, True),
+    "stream_interval": (4, 1),
+    "return_prompt_text": (True, False),
     "truncate_prompt_tokens": (-1, 5),
     "frequency_penalty": (0.5, 0),
     "presence_penalty": (0.5, 0.0),
@@ -58,9 +62,9 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 
 
 def made(kind: Kind, **fields: Any) -> Request:
-    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if "tool_choice" in fields else {}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]} if fields.get("tool_choice") else {}
     plain = {"skip_special_tokens": False} if "spaces_between_special_tokens" in fields else {}
-    return resolve(kind, PROMPTS[kind] | tools | plain | fields, MODEL, Defaults())
+    return resolve(kind, PROMPTS[kind] | plain | fields | tools, MODEL, Defaults())
 
 
 CASES = [pytest.param(row, kind, id=f"{row.name}-{kind}") for row in TABLE for kind in row.kinds]

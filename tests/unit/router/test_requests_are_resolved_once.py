@@ -50,7 +50,8 @@ def test_what_no_client_may_set_is_removed(field: str) -> None:
 
 
 UNSERVED: dict[str, Any] = {
-    "tool_choice": "required", "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
+    "tools": [{"type": "function", "function": {"name": "f"}}], "stream_interval": 4, "return_prompt_text": True,
+    "include_reasoning": False, "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
     "min_p": 0.1, "seed": 7, "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1,
     "n": 2, "best_of": 2, "use_beam_search": True, "min_tokens": 5, "ignore_eos": True, "allowed_token_ids": [1],
     "bad_words": ["x"], "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"},
@@ -60,8 +61,13 @@ UNSERVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", sorted(UNSERVED))
 def test_a_field_tilert_cannot_honour_is_named(field: str) -> None:
-    extra = {"tools": [{"type": "function", "function": {"name": "f"}}]} if field == "tool_choice" else {}
-    assert chat(**{field: UNSERVED[field]}, **extra).unserved == field
+    assert chat(**{field: UNSERVED[field]}).unserved == field
+
+
+def test_tools_are_shown_to_the_model_when_it_may_not_call_them() -> None:
+    request = chat(tools=UNSERVED["tools"], tool_choice="none")
+    assert request.unserved is None
+    assert request.prefill_body("small", "0" * 32, HANDOFF)["tools"] == UNSERVED["tools"]
 
 
 def test_every_field_is_in_the_table_once_a_call_and_null_is_absence() -> None:
