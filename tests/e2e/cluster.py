@@ -101,7 +101,7 @@ class Cluster:
         """GET a path of a decode node's HTTP interface with the shared secret; parsed JSON."""
         address = self.nodes[host]["address"]
         script = (
-            f'curl -sS -m 5 -H "Authorization: Bearer $(cat /etc/tilert/secret)" http://{address}:5557{path}'
+            f'curl -sS -m 5 -H "Authorization: Bearer $(cat /etc/tilert/credentials/decode)" http://{address}:5557{path}'
         )
         return json.loads(self.run(self.hosts("router")[0], script))
 
