@@ -100,9 +100,7 @@ class Cluster:
     def node(self, host: str, path: str) -> Any:
         """GET a path of a decode node's HTTP interface with the shared secret; parsed JSON."""
         address = self.nodes[host]["address"]
-        script = (
-            f'curl -sS -m 5 -H "Authorization: Bearer $(cat /etc/tilert/credentials/decode)" http://{address}:5557{path}'
-        )
+        script = f'curl -sS -m 5 -H "Authorization: Bearer $(cat /etc/tilert/credentials/decode)" http://{address}:5557{path}'
         return json.loads(self.run(self.hosts("router")[0], script))
 
     def status(self, host: str) -> dict[str, Any]:
