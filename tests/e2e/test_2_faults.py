@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -106,32 +110,16 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
     clients, tokens = 100, 24
     prompt = "in the queue"
     expected = cluster.own(prompt, tokens)
-    health: list[float | None] = []
-    with (
-        cluster.streaming("first in line", LONG) as a,
-        cluster.streaming("first in line too", LONG) as b,
-    ):
-        until("both nodes decode", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
-        with ThreadPoolExecutor(clients) as pool:
-            waiting = []
-            for _ in range(clients):
-                waiting.append(pool.submit(_first_token, cluster, prompt, tokens))
-                time.sleep(0.02)  # so that "in order" has an order
-            for _ in range(20):
-                health.append(_ingress_health(cluster))
-                time.sleep(0.05)
-            a_left = time.monotonic()
-            # They leave; the queue moves.
-            while not all(w.done() for w in waiting):
-                if a.ended == 0 and time.monotonic() - a_left > 1:
-                    break
-                time.sleep(0.05)
-    # (the two long streams are closed here)
-    while not all(w.done() for w in waiting):
-        health.append(_ingress_health(cluster))
-        time.sleep(0.1)
-    results = [w.result() for w in waiting]
-    assert all(r[1] == expected for r in results)
+    with HealthProbe(f"{cluster.url}/health") as probe, ThreadPoolExecutor(1) as pool:
+        with cluster.streaming("first in line", LONG) as a, cluster.streaming("first in line too", LONG) as b:
+            until("both nodes decode", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
+            queue = pool.submit(asyncio.run, _a_queue(cluster, prompt, tokens, clients))
+            time.sleep(4)  # all of them wait
+        # The two leave; the queue moves.
+        results = queue.result()
+    assert all(ids == expected for _, ids in results)
+    health = probe.times
+    assert len(health) >= 20
     assert None not in health
     assert max(h for h in health if h is not None) < 0.1
     order = sorted(range(clients), key=lambda i: results[i][0])
@@ -139,9 +127,64 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
     assert max(abs(place - i) for place, i in enumerate(order)) <= 4
 
 
-def _first_token(cluster: Cluster, prompt: str, tokens: int) -> tuple[float, list[int]]:
-    with cluster.streaming(prompt, tokens) as s:
-        until("served", lambda: s.ended, 600, pause=0.02)
-    assert s.status == 200, s.body
-    assert s.error is None
-    return s.times[0], s.token_ids
+class HealthProbe:
+    """Asks a URL every 100 ms from a process of its own, so that the test's own work is not in the times.
+
+    `times`: seconds of each answer, None for one that was not 200 within 5 s.
+    """
+
+    SCRIPT = """
+import http.client, sys, time, urllib.parse
+url = urllib.parse.urlsplit(sys.argv[1])
+while True:
+    start = time.perf_counter()
+    try:
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=5)
+        connection.request("GET", url.path)
+        ok = connection.getresponse().status == 200
+        connection.close()
+    except OSError:
+        ok = False
+    print(time.perf_counter() - start if ok else "none", flush=True)
+    time.sleep(0.1)
+"""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.times: list[float | None] = []
+
+    def __enter__(self) -> HealthProbe:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT, self.url], stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        out, _ = self._process.communicate(timeout=10)
+        self.times = [None if line == "none" else float(line) for line in out.splitlines()]
+        print(f"/health: {len(self.times)} answers, slowest {sorted(t or 5 for t in self.times)[-5:]}")
+
+
+async def _a_queue(cluster: Cluster, prompt: str, tokens: int, clients: int) -> list[tuple[float, list[int]]]:
+    """`clients` streams, 20 ms apart so that "in order" has an order: when each got its first token, and its tokens."""
+
+    async def one(number: int) -> tuple[float, list[int]]:
+        await asyncio.sleep(0.02 * number)
+        first, ids = 0.0, []
+        body = cluster.chat(prompt, tokens)
+        async with client.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    for choice in event["choices"]:
+                        if choice.get("token_ids"):
+                            first = first or time.monotonic()
+                            ids += choice["token_ids"]
+        return first, ids
+
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+        return await asyncio.gather(*(one(i) for i in range(clients)))

@@ -1,4 +1,4 @@
-"""python_venv: a new product wheel costs seconds, a broken one leaves the old environment, an unchanged one does nothing."""
+"""python_venv: a new product wheel costs seconds; a broken one leaves the old environment; else nothing happens."""
 
 from __future__ import annotations
 
