@@ -42,6 +42,7 @@ class DecodeConfig:
     checksum: bool
     device: str
     drain_s: float
+    rdma_devices: tuple[str, ...] = ()
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DecodeConfig:
@@ -88,6 +89,7 @@ class DecodeConfig:
             checksum=not a.no_checksum,
             device=a.device,
             drain_s=a.drain_s,
+            rdma_devices=tuple(name for name in a.rdma_devices.split(",") if name),
         )
 
     def model_config(self) -> dict[str, Any]:
@@ -129,6 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--http-port", type=int, default=api.HTTP_PORT)
     add("--transport", required=True, choices=tuple(PROTOCOLS))
     add("--protocol", help="mooncake: rdma, tcp, efa; nixl: UCX, LIBFABRIC (default: the first)")
+    add(
+        "--rdma-devices",
+        default="",
+        metavar="NIC,...",
+        help="NICs for mooncake over rdma or efa, best first (default: all)",
+    )
     add(
         "--kv-cache-dtype",
         default="auto",

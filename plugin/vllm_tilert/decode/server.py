@@ -64,7 +64,7 @@ async def serve(config: DecodeConfig) -> None:
     profile = get_profile(config.profile)
     layout = profile.layout_from_config(config.model_config(), config.kv_cache_dtype)
     check_memory(config, layout)
-    transport = make_transport(config.transport, config.protocol)
+    transport = make_transport(config.transport, config.protocol, config.rdma_devices)
     transport.init(config.host)
     node = Node(
         slots=config.slots,

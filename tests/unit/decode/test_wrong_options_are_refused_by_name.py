@@ -33,6 +33,9 @@ def model(tmp_path: Path) -> Path:
 def test_what_is_right_is_taken(model: Path) -> None:
     config = DecodeConfig.from_arguments(parser().parse_args(arguments(model, host="fd00::1")))
     assert (config.host, config.slots, config.ctrl_port, config.http_port) == ("fd00::1", 2, 5556, 5557)
+    assert config.rdma_devices == ()
+    named = DecodeConfig.from_arguments(parser().parse_args(arguments(model, rdma_devices="mlx5_1,mlx5_0")))
+    assert named.rdma_devices == ("mlx5_1", "mlx5_0")
 
 
 @pytest.mark.parametrize(
