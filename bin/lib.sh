@@ -13,18 +13,23 @@ mkdir -p "$LOCAL"
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# step TITLE COMMAND...: one line a step, with its time; the command's output goes to a log shown on failure.
+# step TITLE COMMAND...: one line a step, with its time; a long one says where it is. The command's output goes to a log,
+# whose end is shown on failure.
 step() {
-  local title=$1 start=$SECONDS log; shift
+  local title=$1 start=$SECONDS log rc watcher; shift
   log=$LOCAL/logs/$(tr -c 'a-z0-9\n' '-' <<<"${title,,}").log
   mkdir -p "$LOCAL/logs"
   printf '  %-46s ' "$title" >&2
+  : >"$log"
+  _watch "$log" &
+  watcher=$!
   # Not inside `if`: there bash would ignore `set -e` in the command's functions.
-  local rc
   set +e
   (set -e; "$@") >"$log" 2>&1
   rc=$?
+  kill $watcher; wait $watcher 2>/dev/null
   set -e
+  if [ $((SECONDS - start)) -ge 20 ]; then printf '\n  %-46s ' "$title" >&2; fi
   if [ $rc = 0 ]; then
     printf 'ok %4ds\n' $((SECONDS - start)) >&2
   else
@@ -32,6 +37,15 @@ step() {
     tail -n 40 "$log" >&2
   fi
   return $rc
+}
+# The task that Ansible is at, or the last line written.
+_watch() {
+  local start=$SECONDS line
+  while sleep 20 >/dev/null 2>&1; do
+    kill -0 $$ 2>/dev/null || return 0
+    line=$(grep -aE '^(PLAY|TASK|RUNNING HANDLER) ' "$1" | tail -n 1 | tr -d '*') || line=$(grep -av '^ *$' "$1" | tail -n 1) || line=
+    printf '\n    %4ds  %.100s' $((SECONDS - start)) "$line" >&2
+  done
 }
 
 hash_of() { cat "$@" | sha256sum | cut -c1-16; }
