@@ -19,8 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PLAYBOOK = Path(shutil.which("ansible-playbook") or ROOT / ".venv-ops/bin/ansible-playbook")
 pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
 
-PLAY = [
-    {
+
+def rendering(role: str, group: str, templates: list[str]) -> dict[str, Any]:
+    """A play that renders templates of a role for the hosts of a group."""
+    return {
         "name": role,
         "hosts": group,
         "connection": "local",
@@ -39,6 +41,10 @@ PLAY = [
             for template in templates
         ],
     }
+
+
+PLAY = [
+    rendering(role, group, templates)
     for role, group, templates in (
         ("vllm_prefill", "prefill", ["vllm-prefill.service", "prefill.env"]),
         ("tilert_decode", "decode", ["tilert-decode.service"]),
@@ -61,8 +67,13 @@ HOSTS = {
 SECRET = 'not"a$real%secret' * 3
 
 
-def render(tmp_path: Path, site: dict[str, Any], hosts: dict[str, Any] | None = None) -> Path:
-    """Render every template for an inventory of `hosts` with the group variables `site`."""
+def render(
+    tmp_path: Path,
+    site: dict[str, Any],
+    hosts: dict[str, Any] | None = None,
+    play: list[dict[str, Any]] = PLAY,
+) -> Path:
+    """Render every template of `play` for an inventory of `hosts` with the group variables `site`."""
     inventory, out = tmp_path / "inventory", tmp_path / "out"
     (inventory / "group_vars").mkdir(parents=True)
     out.mkdir()
@@ -76,7 +87,7 @@ def render(tmp_path: Path, site: dict[str, Any], hosts: dict[str, Any] | None = 
         **site,
     }
     (inventory / "group_vars/tilert.yml").write_text(yaml.safe_dump(site))
-    (tmp_path / "render.yml").write_text(yaml.safe_dump(PLAY))
+    (tmp_path / "render.yml").write_text(yaml.safe_dump(play))
     environment = {
         **os.environ,
         "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
