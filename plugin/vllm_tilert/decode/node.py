@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from vllm_tilert import checksum
-from vllm_tilert.decode.engines.base import Decoded, Engine, Sampling
+from vllm_tilert.decode.engines.base import Decoded, Engine, ReceivedState, Sampling
 from vllm_tilert.decode.metrics import Metrics
 from vllm_tilert.decode.signal import Signal
 from vllm_tilert.decode.slots import Handoff, Limits, Outcome, Refused, Slots
@@ -188,6 +188,10 @@ class Node:
                         )
                 at += size
                 token += tokens
+        if self._engine is not None and self._engine.takes_bytes:
+            return ReceivedState(
+                slot, self.layout, tuple(segments)
+            )  # the slot is the handoff's until its end
         return self.profile.convert(slot, self.layout, segments)
 
     # ---- decode calls

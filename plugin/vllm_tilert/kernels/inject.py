@@ -65,16 +65,18 @@ class _Device:
 class Injector:
     """Writes requests into one engine. Build it when the engine is built; use it from one thread.
 
-    `direct` tells whether the fast way is used, and `reason` why not.
+    `layers` are the engine's; of what is handed over, `unused` layers more come last (the draft layer's,
+    where the engine decodes without it). `direct` tells whether the fast way is used, `reason` why not.
     """
 
-    def __init__(self, generator: Generator, layers: int) -> None:
+    def __init__(self, generator: Generator, layers: int, unused: int = 0) -> None:
         self._generator = generator
+        self._layers = layers
         self.reason = ""
         self._devices: list[_Device] = []
         try:
             count = generator.decode_layer.num_devices
-            self._devices = [_inspect(generator.decode_layer, i, layers) for i in range(count)]
+            self._devices = [_inspect(generator.decode_layer, i, layers, unused) for i in range(count)]
             if not self._devices:
                 raise UnexpectedCaches("the engine has no device")
         except (UnexpectedCaches, AttributeError, TypeError, ValueError) as error:
@@ -87,17 +89,23 @@ class Injector:
         """Whether state is written straight into the cache tensors."""
         return bool(self._devices)
 
+    @property
+    def rows(self) -> int | None:
+        """Tokens the cache tensors hold; None where the fast way is not used."""
+        return min((device.rows for device in self._devices), default=None)
+
     def inject(self, state: ConvertedState) -> None:
         """Write converted planes as rows 0 to seq_len - 1; over on return. Raises ValueError if too long."""
         if not self.direct:
-            self._generator.inject_cache(state.layers, start_pos=0)
+            self._generator.inject_cache(state.layers[: self._layers], start_pos=0)
             return
         self._check(state.seq_len)
         source = state.planes["kv"].device
         for device in self._devices:
             with _on(device, source):
                 planes = {
-                    name: state.planes[name].to(device.device, non_blocking=True) for name in device.caches
+                    name: state.planes[name][: self._layers].to(device.device, non_blocking=True)
+                    for name in device.caches
                 }
                 into = [cache[0, : state.seq_len] for name in planes for cache in device.caches[name]]
                 rows = [row for plane in planes.values() for row in plane.unbind(0)]
@@ -130,7 +138,8 @@ class Injector:
         self._finish()
 
     def _check(self, seq_len: int) -> None:
-        rows = min(device.rows for device in self._devices)
+        rows = self.rows
+        assert rows is not None
         if seq_len > rows:
             raise ValueError(f"{seq_len} tokens exceed the engine's cache of {rows} rows")
 
@@ -140,7 +149,7 @@ class Injector:
                 device.stream.synchronize()
 
 
-def _inspect(decode_layer: DecodeLayer, number: int, layers: int) -> _Device:
+def _inspect(decode_layer: DecodeLayer, number: int, layers: int, unused: int) -> _Device:
     """One device's caches, checked. Raises UnexpectedCaches."""
     _, tensors, *_ = decode_layer._get_device_result(number)
     if len(tensors) < 3 * layers:
@@ -174,6 +183,7 @@ def _inspect(decode_layer: DecodeLayer, number: int, layers: int) -> _Device:
             [caches[name][layer].data_ptr() if name in caches else 0 for name in ORDER]
             for layer in range(layers)
         ]
+        addresses += [[0] * len(ORDER)] * unused
         targets = torch.tensor(addresses, dtype=torch.int64, device=place)
         stream = torch.cuda.Stream(place)
     return _Device(place, caches, targets, stream, min(rows))
@@ -181,11 +191,13 @@ def _inspect(decode_layer: DecodeLayer, number: int, layers: int) -> _Device:
 
 @contextmanager
 def _on(device: _Device, source: torch.device) -> Iterator[None]:
-    """Work on a device's own stream, behind what the current stream of `source` holds."""
+    """Work on a device's own stream, behind what `source` and the engine have queued so far."""
     if device.stream is None:
         yield
         return
-    if source.type == "cuda":
-        device.stream.wait_stream(torch.cuda.current_stream(source))
+    # The default stream of the engine's device also stands for the engine's own blocking streams.
+    for place in {source, device.device}:
+        if place.type == "cuda":
+            device.stream.wait_stream(torch.cuda.current_stream(place))
     with torch.cuda.stream(device.stream):
         yield

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from vllm_tilert.profiles.base import ConvertedState
+from vllm_tilert.profiles.layout import Layout
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in TileRT."""
@@ -32,6 +35,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class ReceivedState:
+    """One request's state as it arrived and was verified, still in its slot.
+
+    `slot` uint8, the `segments` (lengths in tokens) of `layout` one after the other. It is the engine's to
+    read until `Engine.reset`.
+    """
+
+    slot: torch.Tensor
+    layout: Layout
+    segments: tuple[int, ...]
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens it holds."""
+        return sum(self.segments)
+
+
+@dataclass(frozen=True)
 class Decoded:
     """A finished decode. `finish_reason` is stop, length or cancelled; MTP figures where there are any."""
 
@@ -47,8 +68,15 @@ class Engine(Protocol):
     def max_seq_len(self) -> int:
         """Tokens that prompt and reply together may have."""
 
-    def inject(self, state: ConvertedState, last_prompt_token: int) -> None:
-        """Restore the engine to `state.seq_len` prefilled tokens; MTP starts from the last one's id."""
+    @property
+    def takes_bytes(self) -> bool:
+        """Whether `inject` is given a ReceivedState, to convert it where it is needed, or a ConvertedState."""
+
+    def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
+        """Restore the engine to `state.seq_len` prefilled tokens; MTP starts from the last one's id.
+
+        Raises ValueError when they do not fit the engine.
+        """
 
     def decode(
         self,

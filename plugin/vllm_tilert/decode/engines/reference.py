@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from vllm_tilert.decode.engines.base import Decoded, EngineUnavailable, Sampling
+from vllm_tilert.decode.engines.base import Decoded, EngineUnavailable, ReceivedState, Sampling
 from vllm_tilert.profiles.base import ConvertedState
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -21,6 +21,8 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class ReferenceEngine:
     """See `base.Engine`. Takes the `mla` profile's planes: kv [layers, seq, 512], pe [layers, seq, 64]."""
+
+    takes_bytes: Final = False
 
     def __init__(self, model_dir: Path, dtype: str, max_seq_len: int, device: str = "cpu") -> None:
         try:
@@ -50,8 +52,9 @@ class ReferenceEngine:
         return self._max_seq_len
 
     @torch.inference_mode()
-    def inject(self, state: ConvertedState, last_prompt_token: int) -> None:
+    def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
         """See `base.Engine`."""
+        assert isinstance(state, ConvertedState)
         cache = self._new_cache()
         # An MTP draft layer's cache comes last, and is not used here.
         layers = self._model.config.num_hidden_layers

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 
-from vllm_tilert.decode.engines.base import Decoded, EngineUnavailable, Sampling
+from vllm_tilert.decode.engines.base import Decoded, EngineUnavailable, ReceivedState, Sampling
 from vllm_tilert.kernels.inject import Injector
 from vllm_tilert.profiles.base import ConvertedState
 
@@ -39,36 +39,36 @@ class TileRTEngine:
             stock = tilert_profiles.get_profile(profile)
         except KeyError:
             raise EngineUnavailable(f"engine tilert has no model {profile!r}: choose glm5 or dsv32") from None
-        self._use(stock.build_engine(str(weights), max_seq_len, with_mtp, AR_STEPS), layers)
+        self._adapter: Any = stock.build_engine(str(weights), max_seq_len, with_mtp, AR_STEPS)
+        draft = 0 if with_mtp else 1  # without MTP the engine has no draft layer to put state into
+        self._injector = Injector(self._adapter.gen, layers - draft, unused=draft)
+        self._inject_cache = self._adapter.gen.inject_cache
 
-    def _use(self, adapter: Any, layers: int) -> None:
-        self._adapter = adapter
-        self._injector = Injector(adapter.gen, layers)
-        self._state: ConvertedState | None = None
-        if self._injector.direct:
-            # The adapter's own inject goes on to set the position and what the draft layer needs.
-            adapter.gen.inject_cache = self._inject_directly
-
-    def _inject_directly(self, layers: Sequence[Sequence[torch.Tensor]], start_pos: int = 0) -> None:
-        assert self._state is not None
-        self._injector.inject(self._state)
+    @property
+    def takes_bytes(self) -> bool:
+        """See `base.Engine`. Bytes are converted straight into the engine's tensors, where those allow it."""
+        return self._injector.direct
 
     @property
     def max_seq_len(self) -> int:
         """See `base.Engine`."""
-        return int(self._adapter.max_seq_len)
+        # The adapter knows no window and says 200,000.
+        return min(int(self._adapter.max_seq_len), self._injector.rows or self._adapter.max_seq_len)
 
-    def inject(self, state: ConvertedState, last_prompt_token: int) -> None:
+    def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
         """See `base.Engine`."""
-        self._state = state
+        if isinstance(state, ReceivedState):
+            self._injector.land(state.slot, state.layout, state.segments)
+        else:
+            self._injector.inject(state)
+        # What else the adapter does at injection is its own; only the copying has been done.
+        self._adapter.gen.inject_cache = _nothing
         try:
             self._adapter.inject(
-                SimpleNamespace(
-                    layers=state.layers, seq_len=state.seq_len, last_prompt_token=last_prompt_token
-                )
+                SimpleNamespace(layers=(), seq_len=state.seq_len, last_prompt_token=last_prompt_token)
             )
         finally:
-            self._state = None
+            self._adapter.gen.inject_cache = self._inject_cache
 
     def decode(
         self,
@@ -81,13 +81,22 @@ class TileRTEngine:
         """See `base.Engine`."""
         if first_token_id in self._adapter.stop_ids:
             return Decoded(0, "stop")
+        told = 0
+
+        def on_token(token: int) -> None:
+            nonlocal told
+            told += 1
+            on_tokens([int(token)])
+
         tokens = self._adapter.decode(
             first_token_id,
             max_tokens,
             {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
-            on_token=lambda token: on_tokens([int(token)]),
+            on_token=on_token,
             cancel_event=cancel,
         )
+        if told < len(tokens):  # the adapter says nothing of a first token after which there is no room
+            on_tokens([int(token) for token in tokens[told:]])
         stats = self._adapter.last_stats
         return Decoded(len(tokens), stats["finish_reason"], stats.get("mtp_accept_mean"))
 
@@ -100,3 +109,7 @@ class TileRTEngine:
         for index in range(torch.cuda.device_count()):
             if torch.ones(1024, device=f"cuda:{index}").sum().item() != 1024:
                 raise RuntimeError(f"cuda:{index} adds up wrongly")
+
+
+def _nothing(layers: Any, start_pos: int = 0) -> None:
+    """Stands in for `inject_cache` where the state is in place already."""
