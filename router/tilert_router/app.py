@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 
-import aiohttp
 import orjson
 from aiohttp import web
 
-from tilert_router.answers import DONE, KEEPALIVE, Chunks, event, whole
+from tilert_router.answers import DONE, Chunks, Events, Whole, event, whole
 from tilert_router.config import FAST_SUFFIX, Config, Policy, read_secret
 from tilert_router.decode import DecodeClient, NodeError
 from tilert_router.errors import ApiError, bad_request, unavailable
@@ -41,22 +40,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Router:
     """Everything one router process has. Create it on the event loop, `start` it, then serve `app`."""
 
-    def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.keys = Keys(config.keys_file)
-        self._session = session
         times = config.timeouts
         bounds = Bounds(times.reserve_s, times.cancel_s, ttl_s=times.prefill_s + times.handoff_s)
         self.pool = Pool(FairQueue(config.queue.max_waiting), bounds, config.prefill_ahead)
         self.metrics = Metrics(lambda: self.pool)
         self.prefill = PrefillPool(
-            session,
             config.model.served_name or config.model.name,
             read_secret(config.secrets.prefill_file),
             times.prefill_s,
             times.connect_s,
         )
-        self.native = NativePool.of(config, session)
+        self.native = NativePool.of(config)
         self._defaults = Defaults.load(config.model.tokenizer)
         self._generator = Generator(
             config, self.pool, self.prefill, load_tokenizer(config.model.tokenizer), self.metrics
@@ -74,7 +71,7 @@ class Router:
                 self.pool.retire(name)
         for name, chosen in wanted.items():
             if name not in self.pool.nodes:
-                client = DecodeClient(self._session, chosen.url, secret, config.timeouts.connect_s)
+                client = DecodeClient(chosen.url, secret, config.timeouts.connect_s)
                 self.pool.add(name, chosen.host, chosen.ctrl_port, client, chosen.stock)
         self.config = config
 
@@ -158,13 +155,10 @@ class Router:
             self.metrics.requests.labels("tilert", outcome).inc()
 
     async def _whole(self, http: web.Request, generation: Generation) -> web.StreamResponse:
-        text: list[str] = []
-        token_ids: list[int] = []
+        sink = Whole()
         times = self.config.timeouts
-        async for piece in generation.pieces(times.stall_s, times.stall_s):
-            text.append(piece.text)
-            token_ids += piece.token_ids
-        answer = whole(generation, _answer_id(generation), "".join(text), token_ids)
+        await generation.run(sink, times.stall_s, times.stall_s)
+        answer = whole(generation, _answer_id(generation), sink.text, sink.token_ids)
         return web.Response(
             body=orjson.dumps(answer), content_type="application/json", headers=_headers(http, generation)
         )
@@ -179,27 +173,24 @@ class Router:
                 "X-Accel-Buffering": "no",
             }
         )
-        await response.prepare(http)
+        writer = await response.prepare(http)
+        assert writer is not None
         chunks = Chunks(generation, _answer_id(generation))
-
-        async def send(data: bytes) -> None:
-            async with asyncio.timeout(times.client_s):
-                await response.write(data)
-
+        sink = Events(http, response, writer, chunks, times.client_s)
         try:
             if first := chunks.first():
-                await send(first)
-            async for piece in generation.pieces(times.stall_s, times.keepalive_s):
-                await send(chunks.piece(piece) if piece.text or piece.token_ids else KEEPALIVE)
-            await send(chunks.last())
-            if generation.request.include_usage:
-                await send(chunks.usage())
-            await send(DONE)
+                await response.write(first)
+            else:
+                writer.send_headers()
+            await generation.run(sink, times.stall_s, times.keepalive_s)
+            sink.send(chunks.last() + (chunks.usage() if generation.request.include_usage else b"") + DONE)
+            await sink.drain()
         except ApiError as error:
             # The status is gone: the client learns it from an error event, and never sees [DONE].
             log.warning("stream failed", extra={"rid": generation.rid, "fault": error.message})
+            sink.send(event(error.payload()))
             with suppress(OSError, TimeoutError):
-                await send(event(error.payload()))
+                await sink.drain()
                 await response.write_eof()
             raise _StreamFailed(response) from None
         except TimeoutError:
@@ -251,6 +242,11 @@ class Router:
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
         return app
+
+    async def close(self) -> None:
+        """Stop the background tasks and drop the connections to nodes."""
+        await self.pool.close()
+        self.native.close()
 
     # ---- the admin interface
 

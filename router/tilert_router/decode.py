@@ -6,14 +6,13 @@ path, so a line of the usual form is read without building a JSON tree.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import orjson
 
+from tilert_router.upstream import Exchange, Origin, Unreachable
 from vllm_tilert.wire import api
 
 
@@ -61,32 +60,25 @@ class Done:
 class DecodeClient:
     """Calls to one decode node. Every method raises NodeError and nothing else of its own."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, secret: str | None, connect_s: float
-    ) -> None:
-        self._session = session
-        self._url = url
-        self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
-        self._connect_s = connect_s
+    def __init__(self, url: str, secret: str | None, connect_s: float) -> None:
+        self._origin = Origin(url, connect_s)
+        self._headers = {"Content-Type": "application/json"}
+        if secret:
+            self._headers["Authorization"] = f"Bearer {secret}"
 
     async def _call(self, method: str, path: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
+        data = b"" if body is None else orjson.dumps(body)
         try:
-            async with self._session.request(
-                method,
-                self._url + path,
-                data=None if body is None else orjson.dumps(body),
-                headers=self._headers | {"Content-Type": "application/json"},
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                raw = await response.read()
-                status = response.status
+            answer = await self._origin.call(method, path, self._headers, data, timeout_s)
         except TimeoutError:
             raise NodeError(TIMEOUT) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise NodeError(UNREACHABLE, type(error).__name__) from None
-        return _answer(status, raw)
+        except Unreachable as error:
+            raise NodeError(UNREACHABLE, str(error)) from None
+        return _answer(answer.status, answer.body)
+
+    def close(self) -> None:
+        """Drop idle connections."""
+        self._origin.close()
 
     async def reserve(self, rid: str, *, ahead: bool, ttl_s: float, timeout_s: float) -> Reservation:
         """Ask for a slot. NodeError codes: busy, draining, rid_reused, unreachable, timeout, ..."""
@@ -117,30 +109,22 @@ class DecodeClient:
         """Make the node refuse new reservations, or accept them again."""
         await self._call("POST", api.DRAIN if on else api.UNDRAIN, timeout_s, {})
 
-    async def open(self, body: dict[str, Any], timeout_s: float | None) -> DecodeStream:
+    async def open(self, body: dict[str, Any]) -> DecodeStream:
         """Open a streaming decode: returns once the node's headers are there, which means that the
-        state is injected and the engine is this request's. `timeout_s` None: as long as it takes."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
+        state is injected and the engine is this request's. Takes as long as it takes."""
         try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._session.post(
-                    self._url + api.DECODE,
-                    data=orjson.dumps(body | {"stream": True}),
-                    headers=self._headers | {"Content-Type": "application/json"},
-                    timeout=timeout,
-                    allow_redirects=False,
-                )
-                if response.status != 200:
-                    try:
-                        _answer(response.status, await response.read())
-                    finally:
-                        response.close()
-                    raise NodeError(MALFORMED, f"HTTP {response.status}", response.status)
-        except TimeoutError:
-            raise NodeError(TIMEOUT) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise NodeError(UNREACHABLE, type(error).__name__) from None
-        return DecodeStream(response)
+            exchange = await self._origin.open(
+                "POST", api.DECODE, self._headers, orjson.dumps(body | {"stream": True})
+            )
+            if exchange.status != 200:
+                try:
+                    _answer(exchange.status, await exchange.read())
+                finally:
+                    exchange.close()
+                raise NodeError(MALFORMED, f"HTTP {exchange.status}", exchange.status)
+        except Unreachable as error:
+            raise NodeError(UNREACHABLE, str(error)) from None
+        return DecodeStream(exchange)
 
 
 def _answer(status: int, raw: bytes) -> dict[str, Any]:
@@ -158,62 +142,79 @@ def _answer(status: int, raw: bytes) -> dict[str, Any]:
 
 
 class DecodeStream:
-    """An open decode. Iterate `bursts`; afterwards `done` says how it ended."""
+    """An open decode. `run` it once, then `close`."""
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.done: Done | None = None
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._accept: Callable[[list[int]], bool]
+        self._rest = b""
+        self._silent_s = 0.0
+        self._done: Done | None = None
 
     def close(self) -> None:
-        """Drop the connection; a node takes that as a cancel."""
-        self._response.close()
+        """Over. Unless the node said done, the connection is dropped, which a node takes as a cancel."""
+        self._exchange.close(finished=self._done is not None)
 
-    async def bursts(self, stall_s: float, tick_s: float | None = None) -> AsyncIterator[list[int]]:
-        """Accepted tokens as they come; an empty list each `tick_s` of silence.
+    def stop(self) -> None:
+        """From inside `accept`: no more tokens are wanted; `run` returns None."""
+        self._exchange.stop()
 
-        Ends when the node says done. Raises NodeError: the node's own code, `stalled`, `unreachable`
-        (also when the stream ends without done) or `malformed`.
+    async def run(
+        self,
+        accept: Callable[[list[int]], bool],
+        drain: Callable[[], Awaitable[None]],
+        stall_s: float,
+        tick_s: float,
+        silent: Callable[[], None],
+    ) -> Done | None:
+        """Give accepted tokens to `accept` as they come, and say how it ended; None after `stop`.
+
+        `accept` runs inside the read callback; while it returns False the node is not read, until `drain()`
+        returns. `silent` is called after each `tick_s` without tokens. Raises NodeError: the node's own code,
+        `stalled`, `unreachable` (also when the stream ends without done) or `malformed`.
         """
-        content = self._response.content
-        rest = b""
-        silent = 0.0
-        wait = stall_s if tick_s is None else min(tick_s, stall_s)
-        while True:
-            try:
-                async with asyncio.timeout(wait):
-                    data = await content.readany()
-            except TimeoutError:
-                silent += wait
-                if silent >= stall_s:
-                    raise NodeError(STALLED, f"no token for {stall_s:g} s") from None
-                yield []
+
+        def ticked(seconds: float) -> None:
+            self._silent_s += seconds
+            if self._silent_s >= stall_s:
+                raise NodeError(STALLED, f"no token for {stall_s:g} s")
+            silent()
+
+        self._accept = accept
+        stopped = False
+        try:
+            await self._exchange.pump(self._feed, drain, min(tick_s, stall_s), ticked)
+            stopped = not self._exchange.complete
+        except Unreachable as error:
+            raise NodeError(UNREACHABLE, str(error)) from None
+        if self._done is None and not stopped:
+            raise NodeError(UNREACHABLE, "the stream ended before it was done")
+        return self._done
+
+    def _feed(self, data: bytes) -> bool:
+        self._silent_s = 0.0
+        if self._rest:
+            data = self._rest + data
+        lines = data.split(b"\n")
+        self._rest = lines.pop()
+        tokens: list[int] = []
+        room = True
+        for line in lines:
+            if not line:
                 continue
-            except (aiohttp.ClientError, OSError) as error:
-                raise NodeError(UNREACHABLE, type(error).__name__) from None
-            if not data:
-                raise NodeError(UNREACHABLE, "the stream ended before it was done")
-            silent = 0.0
-            lines = (rest + data).split(b"\n")
-            rest = lines.pop()
-            tokens: list[int] = []
-            for line in lines:
-                if not line:
-                    continue
-                message = _parse_line(line)
-                burst = message.get("t")
-                if burst is not None:
-                    tokens += burst
-                elif message.get("done"):
-                    if tokens:
-                        yield tokens
-                    self.done = _done(message)
-                    return
-                elif "error" in message:
-                    if tokens:
-                        yield tokens
+            message = _parse_line(line)
+            burst = message.get("t")
+            if isinstance(burst, list):
+                tokens += burst
+            elif message.get("done") or "error" in message:
+                if tokens:
+                    room = self._accept(tokens)
+                if "error" in message:
                     raise NodeError(str(message["error"]), str(message.get("message", "")))
-            if tokens:
-                yield tokens
+                self._done = _done(message)
+                self._exchange.stop()
+                return room
+        return self._accept(tokens) if tokens else room
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

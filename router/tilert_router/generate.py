@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
 
@@ -46,16 +44,24 @@ def node_answer(error: NodeError) -> ApiError:
     return ApiError(status, f"Decoding failed ({error.code}).", code=error.code)
 
 
-@dataclass(slots=True)
-class Piece:
-    """A part of the answer. Both empty: nothing came for a while."""
+class Sink(Protocol):
+    """Where an answer goes. `show` and `silent` run inside the callback that read the tokens."""
 
-    text: str
-    token_ids: list[int]
+    def show(self, text: str, token_ids: list[int]) -> bool:
+        """Take a part of the answer; False: nothing more before `drain` returns."""
+        ...
+
+    def silent(self) -> None:
+        """Nothing came for a while."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until there is room again."""
+        ...
 
 
 class Generation:
-    """An answer whose decode leg is open (or that needs none). Iterate `pieces` once, then `close`."""
+    """An answer whose decode leg is open (or that needs none). `run` it once, then `close`."""
 
     def __init__(
         self,
@@ -85,43 +91,48 @@ class Generation:
         completion = self._output.count + self._ended_by_eos
         return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
-    async def pieces(self, stall_s: float, keepalive_s: float) -> AsyncIterator[Piece]:
-        """The answer as it grows. Raises ApiError when decoding breaks off."""
+    async def run(self, sink: Sink, stall_s: float, keepalive_s: float) -> None:
+        """Show the answer as it grows, to its end. Raises ApiError when decoding breaks off."""
         output = self._output
         if self._stream is None:
             if not self.prefilled.ended:
                 text = output.push([self.prefilled.first_token_id])
-                yield Piece(text if output.stopped else text + output.flush(), output.kept)
+                sink.show(text if output.stopped else text + output.flush(), output.kept)
                 if output.stopped:
                     self.finish_reason = "stop"
             return
+        stream, lease = self._stream, self._lease
+
+        def accept(burst: list[int]) -> bool:
+            lease.remaining -= len(burst)
+            text = output.push(burst)
+            room = sink.show(text, output.kept) if text or output.kept else True
+            if output.stopped:
+                stream.stop()
+            return room
+
         try:
-            async for burst in self._stream.bursts(stall_s, keepalive_s):
-                if not burst:
-                    yield Piece("", [])
-                    continue
-                self._lease.remaining -= len(burst)
-                text = output.push(burst)
-                if text or output.kept:
-                    yield Piece(text, output.kept)
-                if output.stopped:
-                    self.finish_reason = "stop"
-                    self._lease.abandon("a stop string is complete")
-                    return
+            done = await stream.run(accept, sink.drain, stall_s, keepalive_s, sink.silent)
         except NodeError as error:
             raise node_answer(error) from None
-        done = self._stream.done
+        if output.stopped:
+            self.finish_reason = "stop"
+            if done is None:
+                lease.abandon("a stop string is complete")
+            else:
+                lease.finish()
+            return
         assert done is not None
         if done.finish_reason not in ("stop", "length"):
             raise ApiError(502, f"Decoding ended early ({done.finish_reason}).", code=done.finish_reason)
-        self._lease.finish()
+        lease.finish()
         if done.n != output.count or done.seq_len not in (None, self.prefilled.prompt_tokens):
             # Tokens were lost on the way, or the node decoded from the state of another prompt.
             log.error(
                 "the node's account does not fit the request",
                 extra={
                     "rid": self.rid,
-                    "node": self._lease.node.name,
+                    "node": lease.node.name,
                     "tokens": [done.n, output.count],
                     "prompt_tokens": [done.seq_len, self.prefilled.prompt_tokens],
                 },
@@ -130,7 +141,7 @@ class Generation:
         self.finish_reason = done.finish_reason
         self._ended_by_eos = done.finish_reason == "stop"
         if rest := output.flush():
-            yield Piece(rest, [])
+            sink.show(rest, [])
 
     def close(self) -> None:
         """Over, however it ended: a decode that still runs is cancelled."""
@@ -254,7 +265,7 @@ class Generator:
     async def _open(self, lease: Lease, body: dict[str, Any]) -> DecodeStream:
         """Open the decode leg. Behind another request it waits for that one's end, then `handoff_s`."""
         client: Any = lease.node.client
-        opening = self._loop.create_task(client.open(body, None))
+        opening = self._loop.create_task(client.open(body))
         front = self._loop.create_task(lease.front.wait())
         try:
             await asyncio.wait({opening, front}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import aiohttp
 import orjson
 
 from tilert_router.errors import ApiError
 from tilert_router.request import Request
+from tilert_router.upstream import Origin, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class PrefillNode:
 
     name: str
     url: str
+    origin: Origin
     outstanding: int = 0
     failures: int = 0
     ejected_until: float = 0.0
@@ -62,7 +63,6 @@ class PrefillNode:
 class PrefillPool:
     """Chooses the least busy prefill node and passes over those that fail."""
 
-    session: aiohttp.ClientSession
     served_name: str
     secret: str | None
     timeout_s: float
@@ -72,7 +72,10 @@ class PrefillPool:
     def set_nodes(self, urls: Mapping[str, str]) -> None:
         """Use these nodes from now on; running calls go on."""
         kept = {n: node for n, node in self.nodes.items() if urls.get(n) == node.url}
-        self.nodes = {name: kept.get(name) or PrefillNode(name, url) for name, url in urls.items()}
+        self.nodes = {
+            name: kept.get(name) or PrefillNode(name, url, Origin(url, self.connect_s))
+            for name, url in urls.items()
+        }
 
     def choose(self, now: float, avoid: set[str]) -> PrefillNode:
         """Fewest outstanding calls, not ejected, not one that already failed this request."""
@@ -103,22 +106,15 @@ class PrefillPool:
             headers["Authorization"] = f"Bearer {self.secret}"
         body = orjson.dumps(request.prefill_body(self.served_name, rid, handoff))
         try:
-            async with self.session.post(
-                node.url + request.kind.path,
-                data=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=self.connect_s),
-                allow_redirects=False,
-            ) as response:
-                raw = await response.read()
-                status = response.status
+            answer = await node.origin.call("POST", request.kind.path, headers, body, self.timeout_s)
+            status, raw = answer.status, answer.body
         except TimeoutError:
             self._failed(node, avoid, "timeout")
             raise PrefillFailed(
                 ApiError(504, "Prefill did not finish in time.", code="prefill_timeout")
             ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            self._failed(node, avoid, type(error).__name__)
+        except Unreachable as error:
+            self._failed(node, avoid, str(error))
             raise PrefillFailed(
                 ApiError(503, "No prefill node can be reached.", code="prefill_unreachable")
             ) from None
@@ -144,14 +140,14 @@ class PrefillPool:
             raise PrefillFailed(ApiError(503, "Prefill refused the router.", code="prefill_unauthorized"))
         if status == 429 or status >= 500 or status < 400:
             self._failed(node, avoid, f"HTTP {status}")
-            answer = (
+            refusal = (
                 ApiError(
                     429, "Prefill is overloaded.", code="prefill_overloaded", headers={"Retry-After": "1"}
                 )
                 if status == 429
                 else ApiError(502, "Prefill failed.", code="prefill_failed")
             )
-            raise PrefillFailed(answer)
+            raise PrefillFailed(refusal)
         raise upstream_error(status, raw)
 
     def _failed(self, node: PrefillNode, avoid: set[str], fault: str) -> None:

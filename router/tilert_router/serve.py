@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 from aiohttp import web
 
 from tilert_router.app import Router
@@ -65,36 +64,33 @@ async def serve(path: Path, config: Config) -> None:
     """Serve until SIGTERM; then running requests end (at most `timeouts.drain_s`). SIGHUP reloads."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    # No pool limit of its own: leases and the queue bound what is under way.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        router = Router(config, session)
+    router = Router(config)
 
-        def reload() -> None:
-            try:
-                router.reload(load(path))
-                log.info("configuration reloaded")
-            except ConfigError as error:
-                log.error("configuration not reloaded", extra={"fault": str(error)})
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        # Cancels a request's handler when its client goes away.
-        public = web.AppRunner(
-            router.app(), handler_cancellation=True, access_log=None, shutdown_timeout=config.timeouts.drain_s
-        )
-        admin = web.AppRunner(router.admin(), access_log=None, shutdown_timeout=1)
+    def reload() -> None:
         try:
-            await _listen(public, config.listen)
-            if config.admin:
-                await _listen(admin, config.admin)
-            log.info("router ready", extra={"addresses": [str(a) for a in public.addresses]})
-            sd_notify("READY=1")
-            await stop.wait()
-            sd_notify("STOPPING=1")
-            log.info("draining")
-        finally:
-            await public.cleanup()
-            await admin.cleanup()
-            await router.pool.close()
+            router.reload(load(path))
+            log.info("configuration reloaded")
+        except ConfigError as error:
+            log.error("configuration not reloaded", extra={"fault": str(error)})
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    # Cancels a request's handler when its client goes away.
+    public = web.AppRunner(
+        router.app(), handler_cancellation=True, access_log=None, shutdown_timeout=config.timeouts.drain_s
+    )
+    admin = web.AppRunner(router.admin(), access_log=None, shutdown_timeout=1)
+    try:
+        await _listen(public, config.listen)
+        if config.admin:
+            await _listen(admin, config.admin)
+        log.info("router ready", extra={"addresses": [str(a) for a in public.addresses]})
+        sd_notify("READY=1")
+        await stop.wait()
+        sd_notify("STOPPING=1")
+        log.info("draining")
+    finally:
+        await public.cleanup()
+        await admin.cleanup()
+        await router.close()

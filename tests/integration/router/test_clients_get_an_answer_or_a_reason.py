@@ -51,11 +51,8 @@ class Bench:
             }
             | changes
         )
-        session = await self._stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
-        )
-        router = Router(config, session)
-        self._stack.push_async_callback(router.pool.close)
+        router = Router(config)
+        self._stack.push_async_callback(router.close)
         site = await self._stack.enter_async_context(Site(router.app()))
         return site.url
 
