@@ -76,6 +76,24 @@ def systemd_environment(values: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+STATE_BYTES = {
+    ("glm5", "fp8_ds_mla"): 62_252,
+    ("glm5", "bf16"): 101_436,
+    ("dsv32", "fp8_ds_mla"): 48_856,
+    ("dsv32", "bf16"): 79_608,
+}
+
+
+def state_bytes_per_token(profile: str, dtype: str) -> int:
+    """Bytes of handed-over state a prompt token has; 0 for profile mla, whose layers the model decides."""
+    return STATE_BYTES.get((str(profile), str(dtype)), 0)
+
+
+def mib(value: Any) -> str:
+    """Bytes as MiB for a message, with thousands separated."""
+    return f"{int(float(value)) / 2**20:,.0f} MiB"
+
+
 class FilterModule:
     """What Ansible loads."""
 
@@ -84,7 +102,9 @@ class FilterModule:
         return {
             "duplicates": duplicates,
             "ip_addresses": ip_addresses,
+            "mib": mib,
             "not_ip_addresses": not_ip_addresses,
+            "state_bytes_per_token": state_bytes_per_token,
             "systemd_command": systemd_command,
             "systemd_environment": systemd_environment,
             "url_host": url_host,
