@@ -1,0 +1,117 @@
+"""validate.yml takes the inventories that each stack makes, and refuses wrong ones by field, value and remedy."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
+pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+
+SITE = yaml.safe_load((ROOT / "inventory/terraform/group_vars/tilert.yml").read_text())
+GOLDEN = sorted((ROOT / "tests/terraform/golden").glob("*.json"))
+Hosts = dict[str, dict[str, dict[str, Any]]]
+
+
+def golden(path: Path) -> Hosts:
+    """group -> host -> variables, as the inventory plugin gives them."""
+    found = json.loads(path.read_text())
+    return {group: {host: found["hosts"][host] for host in hosts} for group, hosts in found["groups"].items()}
+
+
+def validate(folder: Path, hosts: Hosts, site: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Run validate.yml in check mode. The hosts of the second play are this machine."""
+    (folder / "group_vars").mkdir(exist_ok=True)
+    given = SITE | {
+        "ansible_connection": "local",
+        "ansible_python_interpreter": sys.executable,
+        "tilert_wheelhouse": "",
+        "tilert_secret": "s" * 40,
+    }
+    (folder / "group_vars/tilert.yml").write_text(json.dumps(given | site))
+    groups = {group: {"hosts": members} for group, members in hosts.items()}
+    (folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
+    return subprocess.run(
+        [PLAYBOOK, "--check", "-i", folder / "hosts.yml", ROOT / "ansible/validate.yml"],
+        env=os.environ
+        | {"ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=[path.stem for path in GOLDEN])
+def test_the_inventory_that_each_stack_makes_is_accepted(tmp_path: Path, path: Path) -> None:
+    done = validate(tmp_path, golden(path), {})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed=0" in done.stdout
+
+
+def change(hosts: Hosts, group: str, host: str, **values: Any) -> Hosts:
+    """The inventory with other variables of one host, in every group it is in."""
+    new = copy.deepcopy(hosts)
+    new[group].setdefault(host, {})
+    for members in new.values():
+        if host in members:
+            members[host].update(values)
+    return new
+
+
+BASE = golden(ROOT / "tests/terraform/golden/onprem.json")
+D1, D2 = sorted(BASE["decode"])[:2]
+P1 = sorted(BASE["prefill"])[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "site", "words"),
+    [
+        (change(BASE, "decode", D1, gpus=4), {}, f"{D1}.gpus = 4: engine tilert runs on 8 x B200 alone"),
+        (change(BASE, "decode", D1, tilert_max_seq_len=4096), {}, "tilert_max_seq_len: {"),
+        (change(BASE, "decode", D2, tilert_kv_cache_dtype="bf16"), {}, "tilert_kv_cache_dtype: {"),
+        (change(BASE, "decode", D1, tilert_transport="nixl"), {}, "tilert_transport: {"),
+        (
+            change(BASE, "decode", D1, fabric_address="[2001:db8::1]"),
+            {},
+            "write the bare address, without brackets",
+        ),
+        (
+            change(BASE, "decode", D1, fabric_address=BASE["decode"][D2]["fabric_address"]),
+            {},
+            "Give every host its own",
+        ),
+        (
+            change(BASE, "router", "g2", address="192.0.2.77"),
+            {"tilert_decode_server": "stock"},
+            "would book it twice",
+        ),
+        (BASE | {"prefil": {P1: {}}}, {}, "group prefil: no play knows it"),
+        (BASE | {"decode": {}}, {}, "group decode: it has no host"),
+        (BASE, {"tilert_decode_engine": "stub"}, "tilert_decode_engine = stub: set it to tilert"),
+        (
+            BASE,
+            {"tilert_kv_cache_dtype": "fp8"},
+            "tilert_kv_cache_dtype = fp8: use one of float32, bf16, fp8_ds_mla",
+        ),
+        (BASE, {"tilert_decode_http_port": 5556}, "port 5556 is used by"),
+        (BASE, {"tilert_requirements_dir": "/nowhere"}, "/nowhere/router.txt: there is no such lock file"),
+        (BASE, {"tilert_secret": "short"}, "shorter than 32 characters"),
+        (BASE, {"tilert_wheelhouse": "/nowhere"}, "tilert_wheelhouse = /nowhere: there is no such folder"),
+    ],
+    ids=lambda value: value.split(":")[0][:40] if isinstance(value, str) else "",
+)
+def test_a_wrong_inventory_is_refused_with_field_value_and_remedy(
+    tmp_path: Path, hosts: Hosts, site: dict[str, Any], words: str
+) -> None:
+    done = validate(tmp_path, hosts, site)
+    assert done.returncode != 0
+    assert words in " ".join(done.stdout.split()), done.stdout
