@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 
@@ -22,12 +23,13 @@ class Order:
 class Progress:
     """After this step the state of tokens [0, computed) of a request is final.
 
-    `blocks` are its cache blocks from the first token on; those of earlier steps are stale.
+    `blocks` are its cache blocks from the first token on; those of earlier steps are stale. They are packed
+    (type code "i"): thousands of them cross to the worker and reach the GPU without a look at each.
     """
 
     req_id: str
     computed: int
-    blocks: tuple[int, ...]
+    blocks: array[int]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ goes on as an ordinary request, nothing is sent, and the answer says why.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -41,7 +42,7 @@ class _Claim:
     """A claimed request: its order, its blocks so far, and how far the worker has been told."""
 
     order: Order
-    blocks: list[int]
+    blocks: array[int]
     told: int = 0
     closed: str | None = None
 
@@ -81,7 +82,7 @@ class HandoffScheduler:
             before = cached.num_computed_tokens[index]
             blocks = cached.new_block_ids[index]
             if req_id in cached.resumed_req_ids:
-                claim.blocks, claim.told = _single_group(blocks) if blocks is not None else [], 0
+                claim.blocks, claim.told = _single_group(blocks) if blocks is not None else array("i"), 0
             else:
                 if before < min(claim.told, claim.order.seq_len):
                     # Tokens taken for final are computed again: another connector's load has failed.
@@ -123,7 +124,7 @@ class HandoffScheduler:
         gone = getattr(output, "preempted_req_ids", None) or ()
         preempted = {req_id for req_id in gone if req_id in self._claims}
         for req_id in preempted:
-            self._claims[req_id].blocks, self._claims[req_id].told = [], 0
+            self._claims[req_id].blocks, self._claims[req_id].told = array("i"), 0
         return preempted
 
     def _claim(self, new: Any, opened: list[Order], refused: list[str]) -> _Claim | None:
@@ -140,7 +141,7 @@ class HandoffScheduler:
             logger.warning("handoff of request %s refused: %s: %s", new.req_id, error.code, error)
             return None
         opened.append(order)
-        claim = self._claims[new.req_id] = _Claim(order, [])
+        claim = self._claims[new.req_id] = _Claim(order, array("i"))
         return claim
 
     def _order(self, new: Any, params: Mapping[str, Any]) -> Order:
@@ -180,7 +181,7 @@ class HandoffScheduler:
         """
         if claim.closed is None:
             claim.told = min(computed, claim.order.seq_len)
-            progress.append(Progress(claim.order.req_id, claim.told, tuple(claim.blocks)))
+            progress.append(Progress(claim.order.req_id, claim.told, claim.blocks[:]))
 
     def _close(self, claim: _Claim, reason: str) -> None:
         if claim.closed is None:
@@ -188,6 +189,6 @@ class HandoffScheduler:
             self._closed[claim.order.req_id] = reason
 
 
-def _single_group(block_ids: Sequence[Sequence[int]]) -> list[int]:
+def _single_group(block_ids: Sequence[Sequence[int]]) -> array[int]:
     """The blocks of the only cache group (the worker refuses caches with several at start)."""
-    return list(block_ids[0])
+    return array("i", block_ids[0])

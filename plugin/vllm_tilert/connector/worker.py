@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -42,7 +43,7 @@ class _Outgoing:
     handoff: Handoff
     gathered: int = 0
     computed: int = 0
-    blocks: tuple[int, ...] = ()
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     closed: bool = False
     waiting_since: float | None = None
     gathers: list[Completion] = field(default_factory=list)
@@ -132,7 +133,7 @@ class HandoffWorker:
                 for gather in outgoing.gathers:
                     gather.wait()
                 outgoing.gathers.clear()
-                outgoing.blocks, outgoing.computed, outgoing.waiting_since = (), 0, None
+                outgoing.blocks, outgoing.computed, outgoing.waiting_since = array("i"), 0, None
 
     def before_forward(self, plan: StepPlan) -> None:
         """Open the step's new handoffs, so that admission runs beside the forward; close those given up."""
@@ -224,12 +225,13 @@ class HandoffWorker:
             return False
         began = time.monotonic()
         try:
-            completion = self._gatherer.gather(outgoing.blocks, start, stop, piece.tensor)
+            tensor = piece.tensor
+            completion = self._gatherer.gather(outgoing.blocks, start, stop, tensor)
         except BaseException:
             piece.release()
             raise
         ended = time.monotonic()
-        self._staged(piece.tensor)
+        self._staged(tensor)
         outgoing.gathers.append(completion)
         outgoing.handoff.put(Segment(start, stop - start, piece, completion, ended - began, ended))
         outgoing.gathered, outgoing.waiting_since = stop, None

@@ -82,7 +82,7 @@ class Output:
 
 
 def progress(plan: StepPlan) -> dict[str, tuple[int, tuple[int, ...]]]:
-    return {p.req_id: (p.computed, p.blocks) for p in plan.progress}
+    return {p.req_id: (p.computed, tuple(p.blocks)) for p in plan.progress}
 
 
 @pytest.fixture
