@@ -17,15 +17,21 @@ PAGES = REPOSITORY / "docs" / "clouds"
 
 VARIABLE = re.compile(r'^variable "(\w+)" \{\n(.*?)^\}', re.M | re.S)
 OUTPUT = re.compile(r'^output "(\w+)" \{\n\s*description = "(.*)"$', re.M)
+MODULE = re.compile(r'^module "(\w+)" \{\n(.*?)^\}', re.M | re.S)
+LOCALS = re.compile(r"^locals \{\n(.*?)^\}", re.M | re.S)
 RESOURCE = re.compile(r'^resource "(\w+)" "(\w+)" \{\n(.*?)^\}', re.M | re.S)
 
 
-def shapes() -> dict[str, dict[str, object]]:
-    """The catalogue's rows, as Terraform evaluates them."""
+Row = dict[str, object]
+
+
+def catalog() -> dict[str, dict[str, Row]]:
+    """The catalogue as Terraform evaluates it: `shapes` and `prices`, rows by shape."""
     done = subprocess.run(
         [str(REPOSITORY / "bin" / "terraform"), "console"],
         cwd=TERRAFORM / "modules" / "catalog",
-        input="jsonencode({ for shape, row in local.rows : shape => merge(row, local.fabrics[row.fabric]) })\n",
+        input="jsonencode({ prices = local.prices, "
+        "shapes = { for shape, row in local.rows : shape => merge(row, local.fabrics[row.fabric]) } })\n",
         capture_output=True,
         text=True,
         check=True,
@@ -53,11 +59,11 @@ def outputs(stack: Path) -> str:
     return "\n".join(["| output | what it is |", "|---|---|", *rows])
 
 
-def shape_table(provider: str, rows: dict[str, dict[str, object]]) -> str:
+def shape_table(provider: str, rows: dict[str, Row]) -> str:
     """The catalogue's rows of one provider."""
     lines = [
-        "| shape | GPUs | fabric | NICs (ordinary + RDMA) | transports | source |",
-        "|---|---|---|---|---|---|",
+        "| shape | GPUs | fabric | NICs (ordinary + RDMA) | transports | vCPUs | memory GB | disk GB | known zones |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape, row in rows.items():
         if row["provider"] == provider:
@@ -66,32 +72,66 @@ def shape_table(provider: str, rows: dict[str, dict[str, object]]) -> str:
                 if row["gpus"]
                 else "none"
             )
-            nics = f"{row['ordinary_nics']} + {row['rdma_nics']}"
             lines.append(
-                f"| `{shape}` | {gpus} | {row['fabric']} | {nics} | {', '.join(row['transports'])} | {row['source']} |"
+                f"| `{shape}` | {gpus} | {row['fabric']}, {row['fabric_gbps']} Gbit/s "
+                f"| {row['ordinary_nics']} + {row['rdma_nics']} | {', '.join(row['transports'])} | {row['vcpus']} "
+                f"| {row['memory_gb']} | {row['local_disk_gb'] or 'none'} | {', '.join(row['zones']) or 'not stated'} |"
             )
     return "\n".join(lines)
 
 
-def diagram(module: Path) -> str:
-    """What the module makes and what refers to what."""
-    resources = RESOURCE.findall((module / "main.tf").read_text())
-    names = {f"{kind}.{name}" for kind, name, _ in resources}
+def source_table(provider: str, rows: dict[str, Row]) -> str:
+    """Where each row of one provider was read, and when it was compared."""
+    lines = ["| shape | figures from | compared on |", "|---|---|---|"]
+    for shape, row in rows.items():
+        if row["provider"] == provider:
+            lines.append(f"| `{shape}` | {row['source']} | {row['checked'] or 'not yet'} |")
+    return "\n".join(lines)
+
+
+def price_table(provider: str, rows: dict[str, Row], prices: dict[str, Row]) -> str:
+    """The list prices of one provider's shapes."""
+    lines = ["| shape | US dollars an hour | read on | source |", "|---|---|---|---|"]
+    for shape, row in rows.items():
+        if row["provider"] == provider:
+            price = prices.get(shape)
+            lines.append(
+                f"| `{shape}` | {price['usd_per_hour']} | {price['as_of']} | {price['source']} |"
+                if price
+                else f"| `{shape}` | not stated | | |"
+            )
+    return "\n".join(lines)
+
+
+def diagram(folder: Path) -> str:
+    """What a module or stack makes or calls, and what refers to what."""
+    text = (folder / "main.tf").read_text()
+    parts = {f"{kind}.{name}": body for kind, name, body in RESOURCE.findall(text)}
+    parts |= {f"module.{name}": body for name, body in MODULE.findall(text)}
+    locals_ = " ".join(LOCALS.findall(text))
     lines = ["```mermaid", "flowchart LR"]
-    lines += [f'  {full.replace(".", "__")}["{full}"]' for full in sorted(names)]
-    for kind, name, body in resources:
-        for target in sorted(names - {f"{kind}.{name}"}):
-            if re.search(rf"\b{re.escape(target)}\b", body):
-                lines.append(f"  {target.replace('.', '__')} --> {kind}__{name}")
+    lines += [f'  {full.replace(".", "__")}["{full}"]' for full in sorted(parts)]
+    for full, body in parts.items():
+        # What reaches a module by way of a local value is drawn too.
+        seen = body + (locals_ if full.startswith("module.") and "local." in body else "")
+        for target in sorted(set(parts) - {full}):
+            if re.search(rf"\b{re.escape(target)}\b", seen):
+                lines.append(f"  {target.replace('.', '__')} --> {full.replace('.', '__')}")
     return "\n".join([*lines, "```"])
 
 
-def page(text: str, cloud: str, rows: dict[str, dict[str, object]]) -> str:
+def page(text: str, cloud: str, known: dict[str, dict[str, Row]]) -> str:
     """The page with its generated parts made anew."""
     stack, module = TERRAFORM / "stacks" / cloud, TERRAFORM / "modules" / cloud
-    parts = {"inputs": inputs(stack), "outputs": outputs(stack), "shapes": shape_table(cloud, rows)}
-    if module.is_dir():
-        parts["diagram"] = diagram(module)
+    rows, prices = known["shapes"], known["prices"]
+    parts = {
+        "diagram": diagram(module if module.is_dir() else stack),
+        "shapes": shape_table(cloud, rows),
+        "sources": source_table(cloud, rows),
+        "prices": price_table(cloud, rows, prices),
+        "inputs": inputs(stack),
+        "outputs": outputs(stack),
+    }
     for name, part in parts.items():
         before, rest = text.split(f"<!-- {name} -->\n", 1)
         text = f"{before}<!-- {name} -->\n{part}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
@@ -99,9 +139,9 @@ def page(text: str, cloud: str, rows: dict[str, dict[str, object]]) -> str:
 
 
 def main() -> int:
-    rows, stale = shapes(), []
+    known, stale = catalog(), []
     for path in sorted(PAGES.glob("*.md")):
-        made = page(path.read_text(), path.stem, rows)
+        made = page(path.read_text(), path.stem, known)
         if made != path.read_text():
             stale.append(path.name)
             if "--check" not in sys.argv:

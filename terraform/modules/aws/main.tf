@@ -16,8 +16,9 @@ module "fleet" {
   }
   networks = merge(
     {
-      "network.host_cidr"    = { cidr = var.network.host_cidr, hosts = sum([for pool in values(var.pools) : pool.count]) }
-      "network.ingress_cidr" = { cidr = var.network.ingress_cidr }
+      "network.vpc_cidr"     = { cidr = var.network.vpc_cidr }
+      "network.host_cidr"    = { cidr = var.network.host_cidr, within = "network.vpc_cidr", hosts = sum([for pool in values(var.pools) : pool.count]) }
+      "network.ingress_cidr" = { cidr = var.network.ingress_cidr, within = "network.vpc_cidr", hosts = sum(concat([0], [for pool in values(var.pools) : pool.count if pool.role == "ingress" || contains(pool.also, "ingress")])) }
     },
     { for name, cidr in var.network.peers : "network.peers.${name}" => { cidr = cidr } },
   )
@@ -85,7 +86,6 @@ resource "aws_internet_gateway" "ingress" {
   tags   = merge(local.tags, { Name = var.name })
 }
 
-# The hosts' subnet keeps the VPC's own route table, which leads nowhere but inside.
 resource "aws_route_table" "ingress" {
   vpc_id = aws_vpc.cluster.id
   tags   = merge(local.tags, { Name = "${var.name}-ingress" })
@@ -99,6 +99,42 @@ resource "aws_route_table" "ingress" {
 resource "aws_route_table_association" "ingress" {
   subnet_id      = aws_subnet.ingress.id
   route_table_id = aws_route_table.ingress.id
+}
+
+# Without `nat` this table leads nowhere but inside: hosts install from a wheelhouse and an image that has what they need.
+resource "aws_route_table" "hosts" {
+  vpc_id = aws_vpc.cluster.id
+  tags   = merge(local.tags, { Name = "${var.name}-hosts" })
+
+  dynamic "route" {
+    for_each = aws_nat_gateway.hosts[*].id
+    content {
+      cidr_block     = "0.0.0.0/0"
+      nat_gateway_id = route.value
+    }
+  }
+}
+
+resource "aws_route_table_association" "hosts" {
+  subnet_id      = aws_subnet.hosts.id
+  route_table_id = aws_route_table.hosts.id
+}
+
+resource "aws_eip" "nat" {
+  #checkov:skip=CKV2_AWS_19:it belongs to the NAT gateway
+  count = var.nat ? 1 : 0
+
+  domain = "vpc"
+  tags   = merge(local.tags, { Name = "${var.name}-nat" })
+}
+
+resource "aws_nat_gateway" "hosts" {
+  count = var.nat ? 1 : 0
+
+  allocation_id = aws_eip.nat[0].id
+  subnet_id     = aws_subnet.ingress.id
+  tags          = merge(local.tags, { Name = "${var.name}-hosts" })
+  depends_on    = [aws_internet_gateway.ingress]
 }
 
 resource "aws_security_group" "cluster" {
@@ -122,6 +158,17 @@ resource "aws_vpc_security_group_egress_rule" "cluster" {
   description                  = "All traffic between hosts (EFA)"
   ip_protocol                  = "-1"
   referenced_security_group_id = aws_security_group.cluster.id
+}
+
+resource "aws_vpc_security_group_egress_rule" "packages" {
+  for_each = var.nat ? toset(["80", "443"]) : toset([])
+
+  security_group_id = aws_security_group.cluster.id
+  description       = "Packages, through the NAT gateway"
+  ip_protocol       = "tcp"
+  from_port         = tonumber(each.value)
+  to_port           = tonumber(each.value)
+  cidr_ipv4         = "0.0.0.0/0"
 }
 
 resource "aws_security_group" "ingress" {
@@ -154,6 +201,7 @@ resource "aws_vpc_security_group_ingress_rule" "admins" {
   cidr_ipv4         = each.value
 }
 
+# For hosts without a reservation; the others are placed as their reservation was made.
 resource "aws_placement_group" "fabric" {
   name     = "${var.name}-fabric"
   strategy = "cluster"
@@ -167,6 +215,12 @@ locals {
       [{ card = 0, device = 0, type = "interface" }],
       [for card in range(local.shapes[spec.shape].rdma_nics) : { card = card, device = card == 0 ? 1 : 0, type = "efa-only" }],
     )
+  }
+  # Capacity blocks are placed together by AWS and refuse a placement group; a reservation made inside one is taken only by
+  # hosts that name that very group, and one made outside of any by hosts that name none.
+  placement_groups = {
+    for pool, spec in var.pools : pool =>
+    !local.shapes[spec.shape].rdma ? null : spec.reservation == null ? aws_placement_group.fabric.name : var.reservations[spec.reservation].placement_group
   }
   pool_is_ingress = { for pool, spec in var.pools : pool => spec.role == "ingress" || contains(spec.also, "ingress") }
 }
@@ -217,7 +271,7 @@ resource "aws_launch_template" "pool" {
   }
 
   dynamic "placement" {
-    for_each = local.shapes[each.value.shape].rdma ? [aws_placement_group.fabric.name] : []
+    for_each = local.placement_groups[each.key] == null ? [] : [local.placement_groups[each.key]]
     content {
       group_name = placement.value
     }
@@ -287,7 +341,7 @@ resource "aws_fsx_lustre_file_system" "weights" {
   storage_type                = "SSD"
   storage_capacity            = var.weights.storage_gib
   per_unit_storage_throughput = var.weights.mib_per_s_per_tib
-  efa_enabled                 = true
+  efa_enabled                 = var.weights.efa
   security_group_ids          = [aws_security_group.cluster.id, aws_security_group.weights[0].id]
   tags                        = merge(local.tags, { Name = "${var.name}-weights" })
 

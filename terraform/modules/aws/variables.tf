@@ -26,14 +26,15 @@ variable "pools" {
 }
 
 variable "reservations" {
-  description = "Reserved capacity by a name of one's own: the capacity reservation's id, its zone, shape, host count, and end (RFC 3339; null: open)."
+  description = "Reserved capacity by a name of one's own: the capacity reservation's id, its zone, shape, host count, end (RFC 3339; null: open), `kind` (on-demand or capacity-block), and the cluster placement group it was made in (null: none)."
   type = map(object({
-    id      = string
-    zone    = string
-    shape   = string
-    count   = number
-    ends_at = optional(string)
-    kind    = optional(string, "on-demand")
+    id              = string
+    zone            = string
+    shape           = string
+    count           = number
+    ends_at         = optional(string)
+    kind            = optional(string, "on-demand")
+    placement_group = optional(string)
   }))
   default  = {}
   nullable = false
@@ -52,6 +53,11 @@ variable "reservations" {
   validation {
     condition     = alltrue([for reservation in var.reservations : reservation.kind != "capacity-block" || reservation.ends_at != null])
     error_message = format("reservations: %s is a capacity block without ends_at. Give the end that the block was bought with.", join(", ", [for key, reservation in var.reservations : key if reservation.kind == "capacity-block" && reservation.ends_at == null]))
+  }
+
+  validation {
+    condition     = alltrue([for reservation in var.reservations : reservation.kind != "capacity-block" || reservation.placement_group == null])
+    error_message = format("reservations: %s is a capacity block with a placement_group. AWS places the hosts of a block itself and refuses one: leave it out.", join(", ", [for key, reservation in var.reservations : key if reservation.kind == "capacity-block" && reservation.placement_group != null]))
   }
 }
 
@@ -79,13 +85,12 @@ variable "network" {
   })
   default  = {}
   nullable = false
+}
 
-  validation {
-    condition = alltrue([for cidr in [var.network.host_cidr, var.network.ingress_cidr] : try(
-      cidrhost("${split("/", cidr)[0]}/${split("/", var.network.vpc_cidr)[1]}", 0) == cidrhost(var.network.vpc_cidr, 0) && tonumber(split("/", cidr)[1]) >= tonumber(split("/", var.network.vpc_cidr)[1]),
-    false)])
-    error_message = "network: host_cidr = ${var.network.host_cidr} and ingress_cidr = ${var.network.ingress_cidr} must lie in vpc_cidr = ${var.network.vpc_cidr}. Move them or widen it."
-  }
+variable "nat" {
+  description = "Lets private hosts reach the internet through a NAT gateway (ports 80 and 443, for packages). false: no way out; they install from a wheelhouse, and the image has the system packages."
+  type        = bool
+  default     = false
 }
 
 variable "ssh_keys" {
@@ -149,7 +154,7 @@ variable "disks" {
 }
 
 variable "prices" {
-  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure."
+  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure; they go before the list prices of modules/catalog."
   type = map(object({
     usd_per_hour = number
     as_of        = string
@@ -159,20 +164,27 @@ variable "prices" {
 }
 
 variable "weights" {
-  description = "Shared storage for weights (FSx for Lustre, EFA-enabled), in GiB; null: none. Sizes are multiples of 2400."
+  description = "Shared storage for weights (FSx for Lustre, SSD): size in GiB, throughput in MiB/s per TiB, and whether hosts read it over EFA; null: none."
   type = object({
     storage_gib       = number
-    mib_per_s_per_tib = optional(number, 500)
+    mib_per_s_per_tib = optional(number, 1000)
+    efa               = optional(bool, true)
   })
   default = null
 
   validation {
-    condition     = var.weights == null ? true : var.weights.storage_gib >= 2400 && var.weights.storage_gib % 2400 == 0
-    error_message = "weights.storage_gib = ${try(var.weights.storage_gib, 0)}: use a multiple of 2400 GiB. GLM-5's converted weights need about 700 GiB."
+    condition     = var.weights == null ? true : contains([125, 250, 500, 1000], var.weights.mib_per_s_per_tib)
+    error_message = "weights.mib_per_s_per_tib = ${try(var.weights.mib_per_s_per_tib, 0)}: use 125, 250, 500 or 1000."
   }
 
   validation {
-    condition     = var.weights == null ? true : contains([125, 250, 500, 1000], var.weights.mib_per_s_per_tib)
-    error_message = "weights.mib_per_s_per_tib = ${try(var.weights.mib_per_s_per_tib, 0)}: use 125, 250, 500 or 1000."
+    condition     = var.weights == null ? true : var.weights.storage_gib >= 1200 && (var.weights.storage_gib == 1200 || var.weights.storage_gib % 2400 == 0)
+    error_message = "weights.storage_gib = ${try(var.weights.storage_gib, 0)}: use 1200 or a multiple of 2400 GiB. GLM-5's converted weights need about 700 GiB."
+  }
+
+  # Servers with EFA come in larger units, the more of them the slower each TiB is to be.
+  validation {
+    condition     = try(!var.weights.efa || var.weights.storage_gib % (4800 * 1000 / var.weights.mib_per_s_per_tib) == 0, true)
+    error_message = "weights.storage_gib = ${try(var.weights.storage_gib, 0)}: over EFA at ${try(var.weights.mib_per_s_per_tib, 0)} MiB/s per TiB sizes are multiples of ${try(4800 * 1000 / var.weights.mib_per_s_per_tib, 4800)} GiB. Take one, or set efa = false."
   }
 }

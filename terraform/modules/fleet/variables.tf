@@ -189,10 +189,11 @@ variable "transport" {
 }
 
 variable "networks" {
-  description = "Every IPv4 network by the variable that holds it: its CIDR and how many hosts need an address in it."
+  description = "Every IPv4 network by the variable that holds it: its CIDR, how many hosts need an address in it, and the network it is a part of."
   type = map(object({
-    cidr  = string
-    hosts = optional(number, 0)
+    cidr   = string
+    hosts  = optional(number, 0)
+    within = optional(string)
   }))
   default  = {}
   nullable = false
@@ -209,17 +210,31 @@ variable "networks" {
         for b, second in var.networks : try(
           cidrhost("${split("/", first.cidr)[0]}/${min(split("/", first.cidr)[1], split("/", second.cidr)[1])}", 0) !=
           cidrhost("${split("/", second.cidr)[0]}/${min(split("/", first.cidr)[1], split("/", second.cidr)[1])}", 0),
-        true) if index(keys(var.networks), a) < index(keys(var.networks), b)
+        true) if index(keys(var.networks), a) < index(keys(var.networks), b) && !try(first.within == b, false) && !try(second.within == a, false)
       ]
     ]))
     error_message = format("networks overlap: %s. Give each its own range.", join("; ", flatten([
       for a, first in var.networks : [
-        for b, second in var.networks : "${a} = ${first.cidr} and ${b} = ${second.cidr}" if index(keys(var.networks), a) < index(keys(var.networks), b) && try(
+        for b, second in var.networks : "${a} = ${first.cidr} and ${b} = ${second.cidr}" if index(keys(var.networks), a) < index(keys(var.networks), b) && !try(first.within == b, false) && !try(second.within == a, false) && try(
           cidrhost("${split("/", first.cidr)[0]}/${min(split("/", first.cidr)[1], split("/", second.cidr)[1])}", 0) ==
           cidrhost("${split("/", second.cidr)[0]}/${min(split("/", first.cidr)[1], split("/", second.cidr)[1])}", 0),
         false)
       ]
     ])))
+  }
+
+  validation {
+    condition = alltrue([for network in var.networks : network.within == null ? true : try(
+      cidrhost("${split("/", network.cidr)[0]}/${split("/", var.networks[network.within].cidr)[1]}", 0) == cidrhost(var.networks[network.within].cidr, 0) &&
+      tonumber(split("/", network.cidr)[1]) >= tonumber(split("/", var.networks[network.within].cidr)[1]),
+    false)])
+    error_message = format("%s. Move the part, or widen the whole.", join(", ", [
+      for name, network in var.networks : "${name} = ${network.cidr} does not lie in ${network.within} = ${try(var.networks[network.within].cidr, "?")}"
+      if network.within == null ? false : !try(
+        cidrhost("${split("/", network.cidr)[0]}/${split("/", var.networks[network.within].cidr)[1]}", 0) == cidrhost(var.networks[network.within].cidr, 0) &&
+        tonumber(split("/", network.cidr)[1]) >= tonumber(split("/", var.networks[network.within].cidr)[1]),
+      false)
+    ]))
   }
 
   # Clouds keep up to five addresses of a network to themselves.

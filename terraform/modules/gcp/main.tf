@@ -102,13 +102,6 @@ resource "google_compute_network" "fabric" {
   auto_create_subnetworks = false
   mtu                     = 8896
   network_profile         = "projects/${var.project}/global/networkProfiles/${coalesce(var.network_profile, "${var.zone}-vpc-roce")}"
-
-  lifecycle {
-    precondition {
-      condition     = local.rails > 0
-      error_message = "pools: no shape has an RDMA NIC, so there is no fabric to hand off over. Use GPU shapes of terraform/modules/catalog for prefill and decode."
-    }
-  }
 }
 
 resource "google_compute_subnetwork" "rail" {
@@ -167,6 +160,37 @@ resource "google_compute_firewall" "admins" {
   allow {
     protocol = "tcp"
     ports    = ["22"]
+  }
+}
+
+resource "google_compute_router" "hosts" {
+  count = var.nat ? 1 : 0
+
+  project = var.project
+  name    = "${var.name}-hosts"
+  region  = local.region
+  network = google_compute_network.ordinary["0"].id
+}
+
+# The way out of the hosts' first NIC, and of nothing else.
+resource "google_compute_router_nat" "hosts" {
+  count = var.nat ? 1 : 0
+
+  project                            = var.project
+  name                               = "${var.name}-hosts"
+  region                             = local.region
+  router                             = google_compute_router.hosts[0].name
+  nat_ip_allocate_option             = "AUTO_ONLY"
+  source_subnetwork_ip_ranges_to_nat = "LIST_OF_SUBNETWORKS"
+
+  subnetwork {
+    name                    = google_compute_subnetwork.ordinary["0"].id
+    source_ip_ranges_to_nat = ["ALL_IP_RANGES"]
+  }
+
+  log_config {
+    enable = true
+    filter = "ERRORS_ONLY"
   }
 }
 

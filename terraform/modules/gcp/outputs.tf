@@ -14,6 +14,6 @@ output "ingress_addresses" {
 }
 
 output "hourly_cost" {
-  description = "US dollars per hour: `known` is the sum over the shapes with a price, `without_price` lists the others."
+  description = "US dollars per hour: `known` is the sum over the shapes with a price, `without_price` lists the others, `figures` says what each figure is, of which day and from where."
   value       = module.fleet.hourly_cost
 }

@@ -69,6 +69,12 @@ variable "network" {
   nullable = false
 }
 
+variable "nat" {
+  description = "Lets private hosts reach the internet through Cloud NAT (for packages). false: no way out; they install from a wheelhouse, and the image has the system packages."
+  type        = bool
+  default     = false
+}
+
 variable "ssh_keys" {
   description = "Public SSH keys of the operators."
   type        = list(string)
@@ -130,7 +136,7 @@ variable "disks" {
 }
 
 variable "prices" {
-  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure."
+  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure; they go before the list prices of modules/catalog."
   type = map(object({
     usd_per_hour = number
     as_of        = string

@@ -16,8 +16,9 @@ module "fleet" {
   }
   networks = merge(
     {
-      "network.host_cidr"    = { cidr = var.network.host_cidr, hosts = sum([for pool in values(var.pools) : pool.count]) }
-      "network.ingress_cidr" = { cidr = var.network.ingress_cidr }
+      "network.vcn_cidr"     = { cidr = var.network.vcn_cidr }
+      "network.host_cidr"    = { cidr = var.network.host_cidr, within = "network.vcn_cidr", hosts = sum([for pool in values(var.pools) : pool.count]) }
+      "network.ingress_cidr" = { cidr = var.network.ingress_cidr, within = "network.vcn_cidr", hosts = sum(concat([0], [for pool in values(var.pools) : pool.count if pool.role == "ingress" || contains(pool.also, "ingress")])) }
     },
     { for name, cidr in var.network.peers : "network.peers.${name}" => { cidr = cidr } },
   )
@@ -28,7 +29,13 @@ locals {
   shapes        = module.fleet.shapes
   ingress_hosts = [for name, host in local.hosts : name if host.role == "ingress" || contains(host.also, "ingress")]
 
-  addresses        = { for name, instance in oci_core_instance.host : name => instance.private_ip }
+  # The hosts of a cluster network are made by the network; each takes its name by the order of their ids.
+  networked = { for i, name in sort([for name, host in local.hosts : name if var.fabric == "cluster-network" && local.shapes[host.shape].rdma]) : name => i }
+
+  addresses = merge(
+    { for name, instance in oci_core_instance.host : name => instance.private_ip },
+    { for name, instance in data.oci_core_instance.networked : name => instance.private_ip },
+  )
   public_addresses = { for name in local.ingress_hosts : name => oci_core_instance.host[name].public_ip }
   # The RDMA agent gives the fabric NICs addresses of their own; peers are met at the first NIC, data goes by device.
   fabric_addresses = { for name in keys(local.hosts) : name => null }
@@ -84,11 +91,39 @@ resource "oci_core_route_table" "ingress" {
   }
 }
 
-# An empty table: hosts reach each other and nothing else.
+# Without `nat` an empty table: hosts install from a wheelhouse and an image that has what they need.
 resource "oci_core_route_table" "hosts" {
   compartment_id = var.compartment_id
   vcn_id         = oci_core_vcn.cluster.id
   display_name   = "${var.name}-hosts"
+  freeform_tags  = local.tags
+
+  dynamic "route_rules" {
+    for_each = oci_core_nat_gateway.hosts[*].id
+    content {
+      destination       = "0.0.0.0/0"
+      destination_type  = "CIDR_BLOCK"
+      network_entity_id = route_rules.value
+    }
+  }
+}
+
+resource "oci_core_nat_gateway" "hosts" {
+  count = var.nat ? 1 : 0
+
+  compartment_id = var.compartment_id
+  vcn_id         = oci_core_vcn.cluster.id
+  display_name   = "${var.name}-hosts"
+  freeform_tags  = local.tags
+}
+
+# No rules: a subnet without a list of its own gets the VCN's, which lets SSH in from everywhere. The security groups decide.
+resource "oci_core_security_list" "none" {
+  #checkov:skip=CKV_OCI_16:the network security groups say who comes in, not this list
+  #checkov:skip=CKV_OCI_19:the list has no rule at all, so none for port 22
+  compartment_id = var.compartment_id
+  vcn_id         = oci_core_vcn.cluster.id
+  display_name   = "${var.name}-none"
   freeform_tags  = local.tags
 }
 
@@ -98,6 +133,7 @@ resource "oci_core_subnet" "hosts" {
   cidr_block                 = var.network.host_cidr
   display_name               = "${var.name}-hosts"
   route_table_id             = oci_core_route_table.hosts.id
+  security_list_ids          = [oci_core_security_list.none.id]
   prohibit_public_ip_on_vnic = true
   prohibit_internet_ingress  = true
   freeform_tags              = local.tags
@@ -109,6 +145,7 @@ resource "oci_core_subnet" "ingress" {
   cidr_block                 = var.network.ingress_cidr
   display_name               = "${var.name}-ingress"
   route_table_id             = oci_core_route_table.ingress.id
+  security_list_ids          = [oci_core_security_list.none.id]
   prohibit_public_ip_on_vnic = false
   freeform_tags              = local.tags
 }
@@ -133,6 +170,25 @@ resource "oci_core_network_security_group_security_rule" "cluster" {
   source_type               = each.value == "INGRESS" ? "NETWORK_SECURITY_GROUP" : null
   destination               = each.value == "EGRESS" ? oci_core_network_security_group.cluster.id : null
   destination_type          = each.value == "EGRESS" ? "NETWORK_SECURITY_GROUP" : null
+}
+
+resource "oci_core_network_security_group_security_rule" "packages" {
+  #checkov:skip=CKV_OCI_21:stateful: answers need no rule of their own
+  for_each = var.nat ? toset(["80", "443"]) : toset([])
+
+  network_security_group_id = oci_core_network_security_group.cluster.id
+  description               = "Packages, through the NAT gateway"
+  direction                 = "EGRESS"
+  protocol                  = "6"
+  destination               = "0.0.0.0/0"
+  destination_type          = "CIDR_BLOCK"
+
+  tcp_options {
+    destination_port_range {
+      min = tonumber(each.value)
+      max = tonumber(each.value)
+    }
+  }
 }
 
 resource "oci_core_network_security_group" "ingress" {
@@ -167,21 +223,124 @@ resource "oci_core_network_security_group_security_rule" "ingress" {
 
 # RDMA hosts made one by one, each replaceable by itself, on one fabric.
 resource "oci_core_compute_cluster" "fabric" {
+  count = var.fabric == "compute-cluster" ? 1 : 0
+
   compartment_id      = var.compartment_id
   availability_domain = var.zone
   display_name        = "${var.name}-fabric"
   freeform_tags       = local.tags
 }
 
+# The other way: one managed pool of like hosts, made all or not at all.
+resource "oci_core_instance_configuration" "fabric" {
+  count = var.fabric == "cluster-network" ? 1 : 0
+
+  compartment_id = var.compartment_id
+  display_name   = "${var.name}-fabric"
+  freeform_tags  = local.tags
+
+  instance_details {
+    instance_type = "compute"
+
+    launch_details {
+      compartment_id          = var.compartment_id
+      availability_domain     = var.zone
+      shape                   = one(distinct([for name in keys(local.networked) : local.hosts[name].shape]))
+      capacity_reservation_id = try(var.reservations[one(local.networked_reservations)].id, null)
+      freeform_tags           = local.tags
+
+      # Public keys only: nothing in here is a secret.
+      metadata = { ssh_authorized_keys = join("\n", var.ssh_keys) }
+
+      source_details {
+        source_type             = "image"
+        image_id                = var.image.gpu
+        boot_volume_size_in_gbs = tostring(var.disks.gpu_boot_gb)
+      }
+
+      create_vnic_details {
+        subnet_id        = oci_core_subnet.hosts.id
+        assign_public_ip = false
+        nsg_ids          = [oci_core_network_security_group.cluster.id]
+      }
+
+      instance_options {
+        are_legacy_imds_endpoints_disabled = true
+      }
+
+      agent_config {
+        are_all_plugins_disabled = false
+        is_management_disabled   = false
+        is_monitoring_disabled   = false
+
+        dynamic "plugins_config" {
+          for_each = local.rdma_plugins
+          content {
+            name          = plugins_config.value
+            desired_state = "ENABLED"
+          }
+        }
+      }
+    }
+  }
+
+  lifecycle {
+    precondition {
+      condition     = length(distinct([for name in keys(local.networked) : local.hosts[name].shape])) == 1
+      error_message = "fabric = \"cluster-network\": it holds hosts of one shape, and a fabric does not reach beyond it, but pools have ${join(", ", [for name, pool in var.pools : "${name}.shape = ${jsonencode(pool.shape)}" if local.shapes[pool.shape].rdma])}. Give them one shape, or use fabric = \"compute-cluster\"."
+    }
+    precondition {
+      condition     = length(local.networked_reservations) == 1
+      error_message = "fabric = \"cluster-network\": its hosts take one reservation, but pools have ${join(", ", [for name, pool in var.pools : "${name}.reservation = ${jsonencode(pool.reservation)}" if local.shapes[pool.shape].rdma])}. Give them one, or use fabric = \"compute-cluster\"."
+    }
+  }
+}
+
+locals {
+  networked_reservations = distinct([for name in keys(local.networked) : coalesce(var.pools[local.hosts[name].pool].reservation, "none")])
+}
+
+resource "oci_core_cluster_network" "fabric" {
+  count = var.fabric == "cluster-network" ? 1 : 0
+
+  compartment_id = var.compartment_id
+  display_name   = "${var.name}-fabric"
+  freeform_tags  = local.tags
+
+  instance_pools {
+    instance_configuration_id = oci_core_instance_configuration.fabric[0].id
+    size                      = length(local.networked)
+    display_name              = "${var.name}-fabric"
+  }
+
+  placement_configuration {
+    availability_domain = var.zone
+    primary_subnet_id   = oci_core_subnet.hosts.id
+  }
+}
+
+data "oci_core_cluster_network_instances" "fabric" {
+  count = var.fabric == "cluster-network" ? 1 : 0
+
+  compartment_id     = var.compartment_id
+  cluster_network_id = oci_core_cluster_network.fabric[0].id
+}
+
+data "oci_core_instance" "networked" {
+  for_each = local.networked
+
+  instance_id = sort(data.oci_core_cluster_network_instances.fabric[0].instances[*].id)[each.value]
+}
+
 resource "oci_core_instance" "host" {
   #checkov:skip=CKV_OCI_4:on for virtual machines; bare metal has no hypervisor that could
-  for_each = local.hosts
+  for_each = { for name, host in local.hosts : name => host if !contains(keys(local.networked), name) }
 
   compartment_id          = var.compartment_id
   availability_domain     = var.zone
   display_name            = each.key
   shape                   = each.value.shape
-  compute_cluster_id      = local.shapes[each.value.shape].rdma ? oci_core_compute_cluster.fabric.id : null
+  compute_cluster_id      = local.shapes[each.value.shape].rdma ? oci_core_compute_cluster.fabric[0].id : null
   capacity_reservation_id = try(var.reservations[var.pools[each.value.pool].reservation].id, null)
   freeform_tags           = merge(local.tags, { role = each.value.role })
 

@@ -67,13 +67,12 @@ variable "network" {
   })
   default  = {}
   nullable = false
+}
 
-  validation {
-    condition = alltrue([for cidr in [var.network.host_cidr, var.network.ingress_cidr] : try(
-      cidrhost("${split("/", cidr)[0]}/${split("/", var.network.vcn_cidr)[1]}", 0) == cidrhost(var.network.vcn_cidr, 0) && tonumber(split("/", cidr)[1]) >= tonumber(split("/", var.network.vcn_cidr)[1]),
-    false)])
-    error_message = "network: host_cidr = ${var.network.host_cidr} and ingress_cidr = ${var.network.ingress_cidr} must lie in vcn_cidr = ${var.network.vcn_cidr}. Move them or widen it."
-  }
+variable "nat" {
+  description = "Lets private hosts reach the internet through a NAT gateway (ports 80 and 443, for packages). false: no way out; they install from a wheelhouse, and the image has the system packages."
+  type        = bool
+  default     = false
 }
 
 variable "ssh_keys" {
@@ -137,7 +136,7 @@ variable "disks" {
 }
 
 variable "prices" {
-  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure."
+  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure; they go before the list prices of modules/catalog."
   type = map(object({
     usd_per_hour = number
     as_of        = string
@@ -153,5 +152,16 @@ variable "compartment_id" {
   validation {
     condition     = can(regex("^ocid1\\.(compartment|tenancy)\\.", var.compartment_id))
     error_message = "compartment_id = ${jsonencode(var.compartment_id)} is not a compartment. OCIDs of one start with ocid1.compartment."
+  }
+}
+
+variable "fabric" {
+  description = "How RDMA hosts are put on one fabric: compute-cluster (each host by itself, replaceable alone) or cluster-network (a managed pool of like hosts for each pool, all made or none)."
+  type        = string
+  default     = "compute-cluster"
+
+  validation {
+    condition     = contains(["compute-cluster", "cluster-network"], var.fabric)
+    error_message = "fabric = ${jsonencode(var.fabric)}: use compute-cluster or cluster-network."
   }
 }

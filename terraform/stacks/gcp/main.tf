@@ -15,6 +15,7 @@ module "cluster" {
   allow_unreserved = var.allow_unreserved
   transport        = var.transport
   network          = var.network
+  nat              = var.nat
   ssh_keys         = var.ssh_keys
   allowed_clients  = var.allowed_clients
   admin_clients    = var.admin_clients

@@ -13,6 +13,7 @@ module "cluster" {
   allow_unreserved = var.allow_unreserved
   transport        = var.transport
   network          = var.network
+  nat              = var.nat
   ssh_keys         = var.ssh_keys
   allowed_clients  = var.allowed_clients
   admin_clients    = var.admin_clients
@@ -21,4 +22,5 @@ module "cluster" {
   disks            = var.disks
   prices           = var.prices
   compartment_id   = var.compartment_id
+  fabric           = var.fabric
 }

@@ -58,7 +58,7 @@ variable "ssh_user" {
 }
 
 variable "prices" {
-  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure."
+  description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure; they go before the list prices of modules/catalog."
   type = map(object({
     usd_per_hour = number
     as_of        = string

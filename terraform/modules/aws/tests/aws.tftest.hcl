@@ -45,12 +45,31 @@ run "every_efa_card_is_used" {
   }
 }
 
-run "fabric_hosts_are_placed_together_in_their_reservation" {
+run "hosts_are_placed_as_their_reservation_was_made" {
   command = plan
-  assert {
-    condition     = aws_placement_group.fabric.strategy == "cluster" && aws_launch_template.pool["decode"].placement[0].group_name == "t-fabric" && length(aws_launch_template.pool["router"].placement) == 0
-    error_message = "GPU hosts belong in the cluster placement group, others do not"
+  variables {
+    pools = {
+      decode  = { role = "decode", shape = "p6-b200.48xlarge", count = 2, reservation = "b200" }
+      prefill = { role = "prefill", shape = "p5en.48xlarge", reservation = "h200" }
+      more    = { role = "prefill", shape = "p5en.48xlarge", reservation = "loose" }
+      tried   = { role = "prefill", shape = "p5.48xlarge" }
+      router  = { role = "router", shape = "c7i.4xlarge", also = ["ingress"] }
+    }
+    reservations = {
+      b200  = { id = "cr-0123456789abcdef0", kind = "capacity-block", ends_at = "2099-01-01T00:00:00Z", zone = "us-west-2b", shape = "p6-b200.48xlarge", count = 2 }
+      h200  = { id = "cr-0fedcba9876543210", zone = "us-west-2b", shape = "p5en.48xlarge", count = 1, placement_group = "ours" }
+      loose = { id = "cr-0fedcba9876543211", zone = "us-west-2b", shape = "p5en.48xlarge", count = 1 }
+    }
+    allow_unreserved = true
   }
+  assert {
+    condition     = aws_placement_group.fabric.strategy == "cluster" && jsonencode({ for pool, template in aws_launch_template.pool : pool => template.placement[*].group_name }) == jsonencode({ decode = [], more = [], prefill = ["ours"], router = [], tried = ["t-fabric"] })
+    error_message = jsonencode({ for pool, template in aws_launch_template.pool : pool => template.placement[*].group_name })
+  }
+}
+
+run "hosts_take_their_reservation" {
+  command = plan
   assert {
     condition     = aws_launch_template.pool["decode"].instance_market_options[0].market_type == "capacity-block" && aws_launch_template.pool["decode"].capacity_reservation_specification[0].capacity_reservation_target[0].capacity_reservation_id == "cr-0123456789abcdef0"
     error_message = "a capacity block is taken as one"
@@ -107,12 +126,74 @@ run "shared_weights" {
     weights = { storage_gib = 4800 }
   }
   assert {
+    condition     = jsonencode(sort([for rule in values(aws_vpc_security_group_ingress_rule.weights) : "${rule.from_port}-${rule.to_port}"])) == jsonencode(["1018-1023", "988-988"])
+    error_message = "Lustre's ports, from the hosts"
+  }
+  assert {
     condition     = aws_fsx_lustre_file_system.weights[0].efa_enabled && aws_fsx_lustre_file_system.weights[0].deployment_type == "PERSISTENT_2"
     error_message = "weights are read over EFA"
   }
 }
 
+run "shared_weights_without_efa" {
+  command = plan
+  variables {
+    weights = { storage_gib = 1200, mib_per_s_per_tib = 250, efa = false }
+  }
+  assert {
+    condition     = !aws_fsx_lustre_file_system.weights[0].efa_enabled && aws_fsx_lustre_file_system.weights[0].storage_capacity == 1200
+    error_message = "small and slow is allowed where EFA is not asked for"
+  }
+}
+
+run "no_way_out_unless_asked_for" {
+  command = plan
+  assert {
+    condition     = length(aws_nat_gateway.hosts) == 0 && length(aws_route_table.hosts.route) == 0 && length(aws_vpc_security_group_egress_rule.packages) == 0
+    error_message = "private hosts reach nothing outside"
+  }
+}
+
+run "a_way_out_for_packages" {
+  command = apply
+  variables {
+    nat = true
+  }
+  assert {
+    condition     = jsonencode([for route in aws_route_table.hosts.route : [route.cidr_block, route.nat_gateway_id]]) == jsonencode([["0.0.0.0/0", aws_nat_gateway.hosts[0].id]]) && aws_route_table_association.hosts.subnet_id == aws_subnet.hosts.id
+    error_message = jsonencode(aws_route_table.hosts.route)
+  }
+  assert {
+    condition     = aws_nat_gateway.hosts[0].subnet_id == aws_subnet.ingress.id && aws_nat_gateway.hosts[0].allocation_id == aws_eip.nat[0].id
+    error_message = "the gateway stands in the public subnet"
+  }
+  assert {
+    condition     = jsonencode(sort([for rule in values(aws_vpc_security_group_egress_rule.packages) : "${rule.ip_protocol} ${rule.from_port}-${rule.to_port}"])) == jsonencode(["tcp 443-443", "tcp 80-80"])
+    error_message = "packages come over HTTP and HTTPS, nothing else leaves"
+  }
+  assert {
+    condition     = jsonencode({ for name, pool in aws_launch_template.pool : name => pool.network_interfaces[0].associate_public_ip_address }) == jsonencode({ decode = "false", prefill = "false", router = "true" })
+    error_message = "hosts stay private"
+  }
+}
+
 # --- Invalid, one thing at a time
+
+run "capacity_block_in_a_placement_group" {
+  command = plan
+  variables {
+    reservations = { b200 = { id = "cr-0123456789abcdef0", kind = "capacity-block", ends_at = "2099-01-01T00:00:00Z", placement_group = "ours", zone = "us-west-2b", shape = "p6-b200.48xlarge", count = 2 }, h200 = { id = "cr-0fedcba9876543210", zone = "us-west-2b", shape = "p5en.48xlarge", count = 1 } }
+  }
+  expect_failures = [var.reservations]
+}
+
+run "too_small_for_efa" {
+  command = plan
+  variables {
+    weights = { storage_gib = 4800, mib_per_s_per_tib = 500 }
+  }
+  expect_failures = [var.weights]
+}
 
 run "zone_is_a_region" {
   command = plan
@@ -144,14 +225,6 @@ run "unknown_reservation_kind" {
     reservations = { b200 = { id = "cr-0123456789abcdef0", kind = "spot", zone = "us-west-2b", shape = "p6-b200.48xlarge", count = 2 }, h200 = { id = "cr-0fedcba9876543210", zone = "us-west-2b", shape = "p5en.48xlarge", count = 1 } }
   }
   expect_failures = [var.reservations]
-}
-
-run "subnet_outside_the_vpc" {
-  command = plan
-  variables {
-    network = { vpc_cidr = "10.80.0.0/16", host_cidr = "10.81.0.0/20" }
-  }
-  expect_failures = [var.network]
 }
 
 run "image_is_a_name" {

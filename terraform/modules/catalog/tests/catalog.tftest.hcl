@@ -7,6 +7,14 @@ run "rows_are_whole_and_consistent" {
     error_message = "every row names its provider, its source and what it expects of an image"
   }
   assert {
+    condition     = alltrue([for row in values(output.shapes) : row.checked == null || can(formatdate("YYYY", "${row.checked}T00:00:00Z"))])
+    error_message = "checked is the day on which the row was compared with its source"
+  }
+  assert {
+    condition     = alltrue([for shape, row in output.shapes : row.gpus == 0 || row.checked != null])
+    error_message = "a GPU shape's figures were compared with their source: ${join(", ", [for shape, row in output.shapes : shape if row.gpus > 0 && row.checked == null])}"
+  }
+  assert {
     condition     = alltrue([for row in values(output.shapes) : row.rdma == (row.rdma_nics > 0) && row.rails <= row.rdma_nics && row.ordinary_nics >= 1])
     error_message = "RDMA fabrics have RDMA NICs, others have none"
   }
@@ -37,5 +45,17 @@ run "efa_has_no_verbs" {
   assert {
     condition     = alltrue([for row in values(output.shapes) : length(setintersection(row.transports, ["mooncake:rdma", "nixl:UCX"])) == 0 if row.fabric == "efa"])
     error_message = "verbs transports do not work on EFA"
+  }
+}
+
+run "a_list_price_says_when_and_where" {
+  command = plan
+  assert {
+    condition     = length(setsubtract(keys(output.prices), keys(output.shapes))) == 0
+    error_message = "prices of shapes that are not in the catalogue: ${join(", ", setsubtract(keys(output.prices), keys(output.shapes)))}"
+  }
+  assert {
+    condition     = alltrue([for price in values(output.prices) : price.usd_per_hour > 0 && can(formatdate("YYYY", "${price.as_of}T00:00:00Z")) && length(price.source) > 10])
+    error_message = "a price has a figure, a day and a source"
   }
 }

@@ -82,12 +82,63 @@ run "cost_adds_up" {
     }
   }
   assert {
-    condition     = output.hourly_cost.known == 200.5 && jsonencode(output.hourly_cost.without_price) == jsonencode(["p5en.48xlarge"])
+    condition     = output.hourly_cost.known == 200.5 + module.catalog.prices["p5en.48xlarge"].usd_per_hour && length(output.hourly_cost.without_price) == 0
     error_message = jsonencode(output.hourly_cost)
   }
 }
 
+run "a_list_price_is_named_with_its_day_and_source" {
+  command = plan
+  assert {
+    condition     = jsonencode(output.hourly_cost.without_price) == jsonencode(["c7i.4xlarge"]) && output.hourly_cost.figures["p6-b200.48xlarge"] == module.catalog.prices["p6-b200.48xlarge"]
+    error_message = jsonencode(output.hourly_cost)
+  }
+}
+
+run "parts_lie_in_their_whole" {
+  command = plan
+  variables {
+    networks = { vpc = { cidr = "10.80.0.0/16" }, a = { cidr = "10.80.0.0/20", within = "vpc" }, b = { cidr = "10.80.16.0/24", within = "vpc" }, peer = { cidr = "10.81.0.0/16" } }
+  }
+  assert {
+    condition     = length(output.hosts) > 0
+    error_message = "a part does not overlap its own whole"
+  }
+}
+
 # --- Invalid, one thing at a time
+
+run "a_peer_overlaps_the_whole" {
+  command = plan
+  variables {
+    networks = { vpc = { cidr = "10.80.0.0/16" }, a = { cidr = "10.80.0.0/20", within = "vpc" }, peer = { cidr = "10.80.128.0/20" } }
+  }
+  expect_failures = [var.networks]
+}
+
+run "parts_overlap" {
+  command = plan
+  variables {
+    networks = { vpc = { cidr = "10.80.0.0/16" }, a = { cidr = "10.80.0.0/20", within = "vpc" }, b = { cidr = "10.80.8.0/24", within = "vpc" } }
+  }
+  expect_failures = [var.networks]
+}
+
+run "a_part_outside_of_its_whole" {
+  command = plan
+  variables {
+    networks = { vpc = { cidr = "10.80.0.0/16" }, a = { cidr = "10.81.0.0/20", within = "vpc" } }
+  }
+  expect_failures = [var.networks]
+}
+
+run "reservation_ends_within_a_day" {
+  command = plan
+  variables {
+    reservations = { b200 = { id = "cr-0123456789abcdef0", zone = "us-west-2b", shape = "p6-b200.48xlarge", count = 2, ends_at = timeadd(timestamp(), "1h") }, h200 = { id = "cr-0fedcba9876543210", zone = "us-west-2b", shape = "p5en.48xlarge", count = 1 } }
+  }
+  expect_failures = [check.reservation_lasts_a_day]
+}
 
 run "name_too_long" {
   command = plan

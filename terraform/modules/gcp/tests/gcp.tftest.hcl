@@ -92,6 +92,29 @@ run "nodes_and_inventory" {
   }
 }
 
+run "no_way_out_unless_asked_for" {
+  command = plan
+  assert {
+    condition     = length(google_compute_router.hosts) == 0 && length(google_compute_router_nat.hosts) == 0
+    error_message = "private hosts reach nothing outside"
+  }
+}
+
+run "a_way_out_for_packages" {
+  command = plan
+  variables {
+    nat = true
+  }
+  assert {
+    condition     = google_compute_router_nat.hosts[0].source_subnetwork_ip_ranges_to_nat == "LIST_OF_SUBNETWORKS" && length(google_compute_router_nat.hosts[0].subnetwork) == 1
+    error_message = "the first NIC's subnet and no other"
+  }
+  assert {
+    condition     = alltrue([for name, host in google_compute_instance.host : length(host.network_interface[0].access_config) == (name == "t-router-1" ? 1 : 0)])
+    error_message = "hosts stay private"
+  }
+}
+
 # --- Invalid, one thing at a time
 
 run "zone_is_a_region" {

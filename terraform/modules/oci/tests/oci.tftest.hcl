@@ -4,6 +4,9 @@ mock_provider "oci" {
   mock_data "oci_core_images" {
     defaults = { images = [{ id = "ocid1.image.oc1..GPU" }] }
   }
+  mock_data "oci_core_cluster_network_instances" {
+    defaults = { instances = [{ id = "ocid1.instance.oc1..c" }, { id = "ocid1.instance.oc1..a" }, { id = "ocid1.instance.oc1..b" }] }
+  }
 }
 
 variables {
@@ -31,7 +34,7 @@ variables {
 run "fabric_hosts_share_the_compute_cluster" {
   command = apply
   assert {
-    condition     = jsonencode({ for name, host in oci_core_instance.host : name => host.compute_cluster_id == oci_core_compute_cluster.fabric.id }) == jsonencode({ "t-decode-1" = true, "t-decode-2" = true, "t-prefill-1" = true, "t-router-1" = false })
+    condition     = jsonencode({ for name, host in oci_core_instance.host : name => host.compute_cluster_id == oci_core_compute_cluster.fabric[0].id }) == jsonencode({ "t-decode-1" = true, "t-decode-2" = true, "t-prefill-1" = true, "t-router-1" = false })
     error_message = "GPU hosts belong in the compute cluster, others do not"
   }
 }
@@ -80,7 +83,102 @@ run "nodes_and_inventory" {
   }
 }
 
+run "security_groups_alone_decide" {
+  command = apply
+  assert {
+    condition     = length(oci_core_security_list.none.ingress_security_rules) == 0 && length(oci_core_security_list.none.egress_security_rules) == 0 && jsonencode([oci_core_subnet.hosts.security_list_ids, oci_core_subnet.ingress.security_list_ids]) == jsonencode([[oci_core_security_list.none.id], [oci_core_security_list.none.id]])
+    error_message = "the VCN's own list lets SSH in from everywhere"
+  }
+}
+
+run "no_way_out_unless_asked_for" {
+  command = plan
+  assert {
+    condition     = length(oci_core_nat_gateway.hosts) == 0 && length(oci_core_route_table.hosts.route_rules) == 0 && length(oci_core_network_security_group_security_rule.packages) == 0
+    error_message = "private hosts reach nothing outside"
+  }
+}
+
+run "a_way_out_for_packages" {
+  command = apply
+  variables {
+    nat = true
+  }
+  assert {
+    condition     = jsonencode([for rule in oci_core_route_table.hosts.route_rules : [rule.destination, rule.network_entity_id]]) == jsonencode([["0.0.0.0/0", oci_core_nat_gateway.hosts[0].id]])
+    error_message = jsonencode(oci_core_route_table.hosts.route_rules)
+  }
+  assert {
+    condition     = jsonencode(sort([for rule in values(oci_core_network_security_group_security_rule.packages) : "${rule.direction} ${rule.protocol} ${rule.tcp_options[0].destination_port_range[0].min}"])) == jsonencode(["EGRESS 6 443", "EGRESS 6 80"])
+    error_message = "packages come over HTTP and HTTPS, nothing else leaves"
+  }
+}
+
+run "a_cluster_network_holds_the_hosts_that_hand_off" {
+  command = apply
+  variables {
+    fabric = "cluster-network"
+    pools = {
+      decode  = { role = "decode", shape = "BM.GPU.B200.8", count = 2, reservation = "b200" }
+      prefill = { role = "prefill", shape = "BM.GPU.B200.8", reservation = "b200" }
+      router  = { role = "router", shape = "VM.Standard.E5.Flex", also = ["ingress"] }
+    }
+    reservations = {
+      b200 = { id = "ocid1.capacityreservation.oc1..b", zone = "abcD:US-CHICAGO-1-AD-1", shape = "BM.GPU.B200.8", count = 3 }
+    }
+  }
+  assert {
+    condition     = oci_core_cluster_network.fabric[0].instance_pools[0].size == 3 && length(oci_core_compute_cluster.fabric) == 0 && jsonencode(keys(oci_core_instance.host)) == jsonencode(["t-router-1"])
+    error_message = "three hosts in one pool, the router outside of it"
+  }
+  assert {
+    condition     = oci_core_instance_configuration.fabric[0].instance_details[0].launch_details[0].shape == "BM.GPU.B200.8" && oci_core_instance_configuration.fabric[0].instance_details[0].launch_details[0].capacity_reservation_id == "ocid1.capacityreservation.oc1..b" && length(oci_core_instance_configuration.fabric[0].instance_details[0].launch_details[0].agent_config[0].plugins_config) == 3
+    error_message = jsonencode(oci_core_instance_configuration.fabric[0].instance_details)
+  }
+  assert {
+    condition     = jsonencode({ for name, instance in data.oci_core_instance.networked : name => instance.instance_id }) == jsonencode({ "t-decode-1" = "ocid1.instance.oc1..a", "t-decode-2" = "ocid1.instance.oc1..b", "t-prefill-1" = "ocid1.instance.oc1..c" })
+    error_message = jsonencode({ for name, instance in data.oci_core_instance.networked : name => instance.instance_id })
+  }
+  assert {
+    condition     = jsonencode({ for name, node in output.nodes : name => node.role }) == jsonencode({ "t-decode-1" = "decode", "t-decode-2" = "decode", "t-prefill-1" = "prefill", "t-router-1" = "router" }) && output.nodes["t-decode-1"].address == data.oci_core_instance.networked["t-decode-1"].private_ip
+    error_message = jsonencode(output.nodes)
+  }
+}
+
 # --- Invalid, one thing at a time
+
+run "unknown_fabric" {
+  command = plan
+  variables {
+    fabric = "infiniband"
+  }
+  expect_failures = [var.fabric]
+}
+
+run "two_shapes_in_a_cluster_network" {
+  command = plan
+  variables {
+    fabric = "cluster-network"
+  }
+  expect_failures = [oci_core_instance_configuration.fabric]
+}
+
+run "two_reservations_in_a_cluster_network" {
+  command = plan
+  variables {
+    fabric = "cluster-network"
+    pools = {
+      decode  = { role = "decode", shape = "BM.GPU.B200.8", count = 2, reservation = "b200" }
+      prefill = { role = "prefill", shape = "BM.GPU.B200.8", reservation = "more" }
+      router  = { role = "router", shape = "VM.Standard.E5.Flex", also = ["ingress"] }
+    }
+    reservations = {
+      b200 = { id = "ocid1.capacityreservation.oc1..b", zone = "abcD:US-CHICAGO-1-AD-1", shape = "BM.GPU.B200.8", count = 2 }
+      more = { id = "ocid1.capacityreservation.oc1..m", zone = "abcD:US-CHICAGO-1-AD-1", shape = "BM.GPU.B200.8", count = 1 }
+    }
+  }
+  expect_failures = [oci_core_instance_configuration.fabric]
+}
 
 run "zone_is_a_region" {
   command = plan
@@ -104,14 +202,6 @@ run "compartment_is_a_user" {
     compartment_id = "ocid1.user.oc1..u"
   }
   expect_failures = [var.compartment_id]
-}
-
-run "subnet_outside_the_vcn" {
-  command = plan
-  variables {
-    network = { vcn_cidr = "10.80.0.0/16", ingress_cidr = "10.81.0.0/24" }
-  }
-  expect_failures = [var.network]
 }
 
 run "image_is_a_name" {
