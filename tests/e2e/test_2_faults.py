@@ -131,7 +131,7 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
 
 
 class HealthProbe:
-    """Asks the ingress for /health every 100 ms, from a process of its own, so that the test's own work is not in the times.
+    """Asks the ingress for /health every 100 ms, in a process of its own: the test's own work is not in the times.
 
     Before each it asks for a path that nginx answers alone: what that takes is this machine's doing, not the router's.
     `times`: pairs of seconds (nginx alone, /health), None for an answer of /health that was not 200 within 5 s.
