@@ -303,10 +303,18 @@ module "inventory" {
   nodes  = local.nodes
 }
 
-# Only the live network knows whether the zone really has RDMA.
-check "fabric_has_the_rdma_profile" {
+data "google_compute_machine_types" "zone" {
+  for_each = local.shapes
+
+  project = var.project
+  zone    = var.zone
+  filter  = "name = \"${each.key}\""
+}
+
+# Only a live project knows whether the shape is offered to it in this zone.
+check "zone_offers_the_shapes" {
   assert {
-    condition     = endswith(coalesce(google_compute_network.fabric.network_profile, "-"), "${var.zone}-vpc-roce")
-    error_message = "The fabric network has no RDMA profile of zone ${var.zone}: its RDMA NICs will not come up. Destroy the network and apply again."
+    condition     = alltrue([for types in values(data.google_compute_machine_types.zone) : length(types.machine_types) == 1])
+    error_message = format("zone = %s: it does not offer %s to project %s. Choose another zone, or ask for access.", jsonencode(var.zone), join(", ", [for shape, types in data.google_compute_machine_types.zone : shape if length(types.machine_types) != 1]), var.project)
   }
 }

@@ -1,6 +1,10 @@
 # What went wrong before: RDMA NICs in an ordinary VPC, seven rails of eight, hosts that live-migrate.
 
-mock_provider "google" {}
+mock_provider "google" {
+  mock_data "google_compute_machine_types" {
+    defaults = { machine_types = [{ guest_cpus = 224 }] }
+  }
+}
 
 variables {
   name = "t"
@@ -187,4 +191,14 @@ run "disk_too_small" {
     disks = { gpu_boot_gb = 20 }
   }
   expect_failures = [var.disks]
+}
+
+# A zone that does not offer the shape. The data source is read while planning, so this needs no live cloud.
+run "zone_does_not_offer_the_shape" {
+  command = plan
+  override_data {
+    target = data.google_compute_machine_types.zone["a4-highgpu-8g"]
+    values = { machine_types = [] }
+  }
+  expect_failures = [check.zone_offers_the_shapes]
 }

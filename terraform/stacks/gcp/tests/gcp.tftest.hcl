@@ -1,6 +1,10 @@
 # The root passes everything through and adds nothing of its own but the provider.
 
-mock_provider "google" {}
+mock_provider "google" {
+  mock_data "google_compute_machine_types" {
+    defaults = { machine_types = [{ guest_cpus = 224 }] }
+  }
+}
 
 variables {
   name = "t"
