@@ -39,22 +39,19 @@ class StreamDetokenizer:
 
     def step(self, token_ids: Sequence[int]) -> str:
         """Text completed by `token_ids`."""
-        text = ""
+        tokenizer, text = self._tokenizer, ""
         for token in token_ids:
-            text += self._one(token)
+            try:
+                text += self._stream.step(tokenizer, token) or ""
+            except (OverflowError, TypeError):
+                continue  # not a token id; it has no text
+            except Exception as error:
+                if not str(error).startswith(_INVALID_PREFIX):
+                    raise
+                # Byte sequences that never become valid UTF-8 break the stream's state; start afresh.
+                self._stream = DecodeStream(skip_special_tokens=self._skip)
+                text += self._stream.step(tokenizer, token) or ""
         return text
-
-    def _one(self, token: int) -> str:
-        try:
-            return self._stream.step(self._tokenizer, token) or ""
-        except (OverflowError, TypeError):
-            return ""  # not a token id; it has no text
-        except Exception as error:
-            if not str(error).startswith(_INVALID_PREFIX):
-                raise
-            # Byte sequences that never become valid UTF-8 break the stream's state; start afresh.
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            return self._stream.step(self._tokenizer, token) or ""
 
 
 class Output:

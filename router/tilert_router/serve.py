@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -65,6 +66,11 @@ async def serve(path: Path, config: Config) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     router = Router(config)
+    # A full collection stops every stream for as long as it takes to visit thousands of waiting requests. What is
+    # there now stays; requests are freed by reference counts, so cycles are few and may wait.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
     def reload() -> None:
         try:

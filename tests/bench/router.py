@@ -38,7 +38,7 @@ from fakes.load import Client, Load, Reply, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RATE, TOKENS = 600, 600
-WAITING = 2000
+WAITING, ARRIVAL_S = 2000, 0.001
 VLLM_ROUTER = "0.1.17"
 CORES = sorted(os.sched_getaffinity(0))[:2]
 PROBE = """
@@ -259,7 +259,7 @@ class Bench:
         tasks = [asyncio.create_task(self._ask_on(tokens, replies)) for _ in range(clients)]
         if tokens * clients / RATE > 1:
             # Not all in step: answers begin spread over the length of one.
-            for task in tasks[1:]:
+            for _ in tasks[1:]:
                 await asyncio.sleep(min(warm_s / 2, 1) / clients)
         await asyncio.sleep(warm_s)
         before = sum(r.received for r in replies)
@@ -298,6 +298,7 @@ class Bench:
             *(sys.executable, "-S", "-c", PROBE, str(self.port), "12"), stdout=asyncio.subprocess.PIPE
         )
         for _ in range(waiting):
+            await asyncio.sleep(ARRIVAL_S)
             client = await self.client()
             self._serial += 1
             client.ask(f"#{self._serial}", 100)
