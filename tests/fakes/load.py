@@ -107,7 +107,7 @@ class _Http(asyncio.Protocol):
 class _Stream:
     """An answer on its way out."""
 
-    __slots__ = ("_draw", "_due", "_left", "_load", "_lines", "_reply", "_sent", "http", "node", "rid")
+    __slots__ = ("_draw", "_due", "_left", "_lines", "_load", "_reply", "_sent", "http", "node", "rid")
 
     def __init__(
         self, load: Load, http: _Http, reply: Reply, lines: bool, rid: str, node: Node | None

@@ -85,6 +85,10 @@ class FakeDecode:
         self.running: set[str] = set()
         self.most_running = 0
         self.token_s = 0.0
+        self.burst = 1
+        """Tokens a line."""
+        self.sent = 0
+        self.draining = False
         self.fail_after: int | None = None
         self.die_after: int | None = None
         self.stall_after: int | None = None
@@ -97,6 +101,8 @@ class FakeDecode:
         app.router.add_post("/pd/reserve", self._reserve)
         app.router.add_post("/pd/decode", self._decode)
         app.router.add_post("/pd/cancel", self._cancel)
+        app.router.add_post("/pd/drain", self._drain)
+        app.router.add_post("/pd/undrain", self._drain)
         app.router.add_get("/decode_status", self._status)
         self.site = Site(app)
 
@@ -107,6 +113,8 @@ class FakeDecode:
 
     async def _reserve(self, http: web.Request) -> web.Response:
         body = await http.json()
+        if self.draining:
+            return web.json_response({"error": "draining", "message": ""}, status=503)
         if self.slots and (not body.get("ahead") or len(self.slots) >= 2):
             return web.json_response({"error": "busy", "message": ""}, status=429)
         self._generation += 1
@@ -143,7 +151,7 @@ class FakeDecode:
             response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await response.prepare(http)
             tokens = [body["first_token_id"]] + [66 + i % 20 for i in range(body["max_tokens"] - 1)]
-            for i, token in enumerate(tokens):
+            for i in range(0, len(tokens), self.burst):
                 if i == self.fail_after:
                     await response.write(b'{"error":"engine_failed","message":"secret 10.0.0.2"}\n')
                     return response
@@ -156,7 +164,9 @@ class FakeDecode:
                 if rid in self.cancelled:
                     await response.write(b'{"error":"cancelled","message":""}\n')
                     return response
-                await response.write(json.dumps({"t": [token]}).encode() + b"\n")
+                burst = tokens[i : i + self.burst]
+                await response.write(json.dumps({"t": burst}).encode() + b"\n")
+                self.sent += len(burst)
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
             done = {"done": True, "n": len(tokens), "seq_len": PROMPT_TOKENS, "finish_reason": "length"}
@@ -175,6 +185,10 @@ class FakeDecode:
             await self._free(rid)
         return web.json_response({"cancelled": rid})
 
+    async def _drain(self, http: web.Request) -> web.Response:
+        self.draining = http.path.endswith("/drain")
+        return web.json_response({"draining": self.draining})
+
     async def _status(self, _: web.Request) -> web.Response:
         slots = [{"slot": i, "state": "reserved", "rid": rid} for i, rid in enumerate(self.slots)]
         slots += [{"slot": i, "state": "free", "rid": None} for i in range(len(slots), 2)]
@@ -183,7 +197,7 @@ class FakeDecode:
             {
                 "status": "busy" if self.slots else "idle",
                 "current_rid": running,
-                "draining": False,
+                "draining": self.draining,
                 "max_seq_len": 2048,
                 "slots": slots,
             }

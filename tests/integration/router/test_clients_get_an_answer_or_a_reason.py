@@ -5,97 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any
 
-import aiohttp
 import openai
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from fakes.nodes import PROMPT_TOKENS, FakeDecode, FakePrefill, Site, start
-from tilert_router.app import Router
-from tilert_router.config import Config
-
-CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
-
-
-class Bench:
-    """Nodes, routers and a client."""
-
-    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
-        self._stack, self._folder = stack, folder
-        self.http: aiohttp.ClientSession
-        self.prefill: FakePrefill
-        self.nodes: list[FakeDecode]
-
-    async def up(self, nodes: int) -> None:
-        self.http = await self._stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        )
-        self.prefill, self.nodes = await start(self._stack, nodes)
-
-    async def router(self, **changes: Any) -> str:
-        """Start a router; returns its address."""
-        config = Config.model_validate(
-            {
-                "model": {"name": "small", "tokenizer": self._folder, "max_model_len": 2048},
-                "prefill": [{"name": "p", "url": self.prefill.site.url}],
-                "decode": [
-                    {"name": f"d{i}", "url": n.site.url, "host": "127.0.0.1", "ctrl_port": n.ctrl_port}
-                    for i, n in enumerate(self.nodes)
-                ],
-                "timeouts": {"stall_s": 1, "handoff_s": 2, "cancel_s": 2},
-            }
-            | changes
-        )
-        router = Router(config)
-        self._stack.push_async_callback(router.close)
-        site = await self._stack.enter_async_context(Site(router.app()))
-        return site.url
-
-    async def post(self, url: str, body: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
-        async with self.http.post(url + path, json=body, headers={"x-request-id": "job-42"}) as answer:
-            return answer.status, answer.headers, await answer.read()
-
-
-Up = Callable[[int], Coroutine[Any, Any, Bench]]
-
-
-@pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture
-async def up(tokenizer_folder: Path) -> AsyncIterator[Up]:
-    async with AsyncExitStack() as stack:
-
-        async def make(nodes: int) -> Bench:
-            bench = Bench(stack, tokenizer_folder)
-            await bench.up(nodes)
-            return bench
-
-        yield make
-
-
-def events(raw: bytes) -> list[Any]:
-    found = [line[6:] for line in raw.decode().split("\n") if line.startswith("data: ")]
-    return [x if x == "[DONE]" else json.loads(x) for x in found]
-
-
-async def settled(node: FakeDecode, within_s: float = 2.0) -> None:
-    async with asyncio.timeout(within_s):
-        while node.slots:
-            await asyncio.sleep(0.01)
+from fakes.nodes import PROMPT_TOKENS
+from integration.router.parts import CHAT, Up, events, settled
 
 
 async def test_streaming_with_usage_and_max_completion_tokens_is_exact(up: Up) -> None:
