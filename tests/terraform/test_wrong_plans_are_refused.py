@@ -122,6 +122,13 @@ MUTATIONS = [
     ("oci", "  availability_domain = var.zone\n", "", 'argument "availability_domain" is required'),
     (
         "oci",
+        "  placement_configuration {\n    availability_domain = var.zone\n"
+        "    primary_subnet_id   = oci_core_subnet.hosts.id\n  }\n",
+        "",
+        'At least 1 "placement_configuration" blocks are required',
+    ),
+    (
+        "oci",
         'direction                 = "INGRESS"',
         'direction                 = "IN"',
         "direction: expected one of",
