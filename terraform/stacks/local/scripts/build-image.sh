@@ -54,6 +54,12 @@ if [ -n "$name_only" ]; then
   exit 0
 fi
 
+if [ -n "$rootfs" ]; then
+  missing=$(comm -23 <(printf '%s\n' "${packages[@]}" | sort) \
+    <(sed -n 's/^Package: //p' "$rootfs/var/lib/dpkg/status" 2>/dev/null | sort) | paste -sd,)
+  [ -z "$missing" ] || fail "'$rootfs' lacks $missing. Remedy: debootstrap it with --include=$(IFS=, && echo "${packages[*]}")."
+fi
+
 need_podman
 if podman image exists "$image"; then
   echo "$image"
@@ -83,9 +89,6 @@ CMD ["/lib/systemd/systemd"]
 EOC
   podman build -q -t "$image" "$work" >/dev/null || fail "podman could not build on '$base_image'. Remedy: without a container registry leave --base-image out."
 elif [ -n "$rootfs" ]; then
-  missing=$(comm -23 <(printf '%s\n' "${packages[@]}" | sort) \
-    <(sed -n 's/^Package: //p' "$rootfs/var/lib/dpkg/status" 2>/dev/null | sort) | paste -sd,)
-  [ -z "$missing" ] || fail "'$rootfs' lacks $missing. Remedy: debootstrap it with --include=$(IFS=, && echo "${packages[*]}")."
   cp -a --reflink=auto "$rootfs" "$work/rootfs"
   import "$work/rootfs"
 else
