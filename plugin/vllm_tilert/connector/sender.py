@@ -17,13 +17,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeGuard, cast
 
 from vllm_tilert.checksum import plane_checksums
 from vllm_tilert.connector.metrics import HandoffReport
 from vllm_tilert.connector.plan import Order
+from vllm_tilert.connector.threads import Threads
 from vllm_tilert.profiles import stock
 from vllm_tilert.profiles.base import Completion, ProfileError
 from vllm_tilert.profiles.layout import Layout
@@ -45,6 +46,7 @@ STOCK_REFUSAL_GRACE_S: Final = 0.05
 """A stock node answers a Request only to refuse it. It does so at once; this long we listen for it."""
 SETTLE_S: Final = 600.0
 """How long a write whose time ran out is waited for before its staging memory is given up for lost."""
+THREADS: Final = Threads()
 
 
 class HandoffFailed(Exception):
@@ -65,7 +67,9 @@ class Link:
     secret: bytes | None
     admission_timeout_s: float
     send_timeout_s: float
-    checksum: bool
+    checksum: bool | None
+    """Whether checksums are sent: always, never (a node that wants them refuses), or None: where the node
+    wants them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class _Admission:
 
     address: int
     deadline: float
+    checksums: bool = False
     stock: Mapping[str, Any] | None = None
 
 
@@ -108,11 +113,11 @@ class Handoff:
         self._checksums: list[list[int]] = []
         self._nbytes = 0
         self._gather_s = self._queue_s = self._wire_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"handoff-{order.rid[:8]}", daemon=True)
+        self._over = threading.Event()
 
     def start(self) -> None:
         """Open the handoff."""
-        self._thread.start()
+        THREADS.run(self._run)
 
     @property
     def failed(self) -> bool:
@@ -122,7 +127,7 @@ class Handoff:
     @property
     def alive(self) -> bool:
         """Whether its thread still runs."""
-        return self._thread.is_alive()
+        return not self._over.is_set()
 
     def put(self, segment: Segment) -> None:
         """Hand over the next segment, in order. Its piece is the handoff's from here on."""
@@ -143,8 +148,7 @@ class Handoff:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread to end; whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._over.wait(timeout_s)
 
     def _wake(self) -> None:
         self._wake_write.send(b"\0")
@@ -152,20 +156,17 @@ class Handoff:
     # The thread.
 
     def _run(self) -> None:
-        order, link = self.order, self._link
+        order = self.order
         outstanding: tuple[WriteOutstanding, Piece] | None = None
         sock: socket.socket | None = None
+        turn: threading.Lock | None = None
         admitted = False
+        settled = True
         try:
             sock, hello = self._connect()
             if hello.get("ext") is None:
-                turn = _stock_turn(order.host, order.port)
-                if not turn.acquire(timeout=link.admission_timeout_s):
-                    self._fail(ErrorCode.BUSY, "another handoff to this stock node is under way")
-                try:
-                    self._send(sock, self._admit_stock(sock, hello), hello)
-                finally:
-                    turn.release()
+                turn = self._take_stock_turn()
+                self._send(sock, self._admit_stock(sock, hello), hello)
             else:
                 admission = self._admit(sock, hello)
                 admitted = True
@@ -183,14 +184,25 @@ class Handoff:
         self._drop_queue()
         try:
             if outstanding is not None:
-                self._settle(*outstanding)
+                settled = self._settle(*outstanding)
             if sock is not None and admitted and self._failure is not None:
                 self._tell(sock, self._failure)
         finally:
+            if turn is not None and settled:  # else a write may be under way to where the next would go
+                turn.release()
             if sock is not None:
                 sock.close()
             self._wake_read.close()
             self._wake_write.close()
+            self._over.set()
+
+    def _take_stock_turn(self) -> threading.Lock:
+        """A stock node takes one request at a time and cannot say no in time: one handoff at a time goes
+        there. Raises HandoffFailed."""
+        turn = _stock_turn(self.order.host, self.order.port)
+        if not turn.acquire(timeout=self._link.admission_timeout_s):
+            self._fail(ErrorCode.BUSY, "another handoff to this stock node is under way")
+        return turn
 
     def _connect(self) -> tuple[socket.socket, dict[str, Any]]:
         """Connect and read Hello. Raises HandoffFailed."""
@@ -201,7 +213,7 @@ class Handoff:
             self._fail(CONNECT_FAILED, f"{order.host}:{order.port}: {error.strerror or error}")
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock, self._receive(sock, limit)
+            return sock, self._receive(sock, limit, abortable=True)
         except BaseException:
             sock.close()
             raise
@@ -221,10 +233,11 @@ class Handoff:
             "ext": control.EXTENSION,
             "generation": order.generation,
             "layout": link.layout.describe(),
+            "checksums": link.checksum is not False,
             "proof": control.proof(link.secret, str(nonce), order.rid, link.rank) if link.secret else None,
         }
         self._transmit(sock, request, limit)
-        answer = self._receive(sock, limit)
+        answer = self._receive(sock, limit, abortable=True)
         if answer.get("accept") is not True:
             self._fail_with(answer)
         address, room, deadline_s = (answer.get(name) for name in ("address", "bytes", "deadline_s"))
@@ -234,7 +247,13 @@ class Handoff:
             self._fail(PROTOCOL, f"the slot of {room} bytes is too small for {order.seq_len} tokens")
         if order.generation is not None and answer.get("generation") != order.generation:
             self._fail(PROTOCOL, f"generation {answer.get('generation')!r} accepted, not {order.generation}")
-        return _Admission(address, min(self._deadline, asked_at + deadline_s))
+        wanted = answer.get("checksums") is True
+        if wanted and link.checksum is False:
+            self._fail(
+                ErrorCode.LAYOUT_MISMATCH, "the node wants checksums, and tilert_checksum is false here"
+            )
+        checksums = wanted if link.checksum is None else link.checksum
+        return _Admission(address, min(self._deadline, asked_at + deadline_s), checksums)
 
     def _admit_stock(self, sock: socket.socket, hello: Mapping[str, Any]) -> _Admission:
         """Send Request to a node that lacks the extension; silence for a while is consent."""
@@ -252,7 +271,7 @@ class Handoff:
         if hello.get("busy"):
             self._fail(ErrorCode.BUSY, "the node is receiving another request")
         self._transmit(sock, self._request(), time.monotonic() + link.admission_timeout_s)
-        if select.select([sock], [], [], STOCK_REFUSAL_GRACE_S)[0]:
+        if _readable([sock], STOCK_REFUSAL_GRACE_S):
             self._fail_with(self._receive(sock, time.monotonic() + link.admission_timeout_s))
         return _Admission(0, self._deadline, stock=hello)
 
@@ -300,7 +319,7 @@ class Handoff:
                 "rid": order.rid,
                 "rank": link.rank,
                 "segments": self._sent,
-                "checksums": self._checksums if link.checksum else None,
+                "checksums": self._checksums if admission.checksums else None,
             },
             admission.deadline,
         )
@@ -308,14 +327,13 @@ class Handoff:
     def _next_segment(self, sock: socket.socket, deadline: float) -> Segment:
         """Wait for the worker's next segment, the node's Abort or the deadline."""
         while True:
+            self._check_abort()
             with self._lock:
-                if self._abort is not None:
-                    raise self._abort
                 segment = self._queue[0] if self._queue else None
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 self._fail(DEADLINE, f"not sent within {deadline - self._opened:.1f} s of its opening")
-            ready, _, _ = select.select([sock, self._wake_read], [], [], 0 if segment else remaining)
+            ready = _readable([sock, self._wake_read], 0 if segment else remaining)
             if sock in ready:
                 self._fail_with(self._receive(sock, time.monotonic() + self._link.admission_timeout_s))
             if segment is not None:
@@ -329,7 +347,7 @@ class Handoff:
         """Write one segment and give its piece back."""
         link = self._link
         segment.completion.wait()
-        if link.checksum:
+        if admission.checksums:
             self._checksums.append(plane_checksums(segment.piece.tensor, link.layout, segment.tokens))
         source = segment.piece.address
         if admission.stock is None:
@@ -372,18 +390,19 @@ class Handoff:
         if verdict.get("ok") is not True:
             self._fail_with(verdict)
 
-    def _settle(self, write: WriteOutstanding, piece: Piece) -> None:
-        """Keep the piece of a write that may still be under way until it is not."""
+    def _settle(self, write: WriteOutstanding, piece: Piece) -> bool:
+        """Keep the piece of a write that may still be under way until it is not; whether it has ended."""
         if write.settle(SETTLE_S):
             piece.release()
-        else:
-            logger.error(
-                "handoff %s: a write has not ended after %.0f s; %d bytes of staging memory are lost until "
-                "the next start",
-                self.order.rid,
-                SETTLE_S,
-                piece.nbytes,
-            )
+            return True
+        logger.error(
+            "handoff %s: a write has not ended after %.0f s; %d bytes of staging memory are lost until "
+            "the next start",
+            self.order.rid,
+            SETTLE_S,
+            piece.nbytes,
+        )
+        return False
 
     def _tell(self, sock: socket.socket, failure: HandoffFailed) -> None:
         """Tell the node, with no write outstanding, that nothing more will come."""
@@ -436,15 +455,22 @@ class Handoff:
             segment.completion.wait()
             segment.piece.release()
 
-    def _receive(self, sock: socket.socket, limit: float) -> dict[str, Any]:
+    def _receive(self, sock: socket.socket, limit: float, abortable: bool = False) -> dict[str, Any]:
+        """The node's next message. Raises HandoffFailed; with `abortable`, also as soon as we give up."""
         try:
-            return control.recv(cast(socket.socket, _Until(sock, limit)))
+            wake = self._wake_read if abortable else None
+            return control.recv(cast(socket.socket, _Until(sock, limit, wake, self._check_abort)))
         except TimeoutError:
             self._fail(CONNECT_FAILED, "the node did not answer in time")
         except OSError as error:
             self._fail(CONNECT_FAILED, f"the connection broke: {error.strerror or error}")
         except control.ProtocolError as error:
             self._fail(PROTOCOL, str(error))
+
+    def _check_abort(self) -> None:
+        with self._lock:
+            if self._abort is not None:
+                raise self._abort
 
     def _transmit(self, sock: socket.socket, message: Mapping[str, Any], limit: float) -> None:
         try:
@@ -473,19 +499,42 @@ class _Outstanding(Exception):
         self.piece = piece
 
 
-class _Until:
-    """A socket's `recv` with one deadline over all calls, so that a trickle cannot hold us."""
+def _readable(sockets: Sequence[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """Those that can be read, once one of them can or the time is over."""
+    poll = select.poll()  # select.select takes descriptors below 1,024 only; vLLM's processes may have more
+    for sock in sockets:
+        poll.register(sock, select.POLLIN)
+    found = {number for number, _ in poll.poll(1e3 * max(0.0, timeout_s))}
+    return [sock for sock in sockets if sock.fileno() in found]
 
-    def __init__(self, sock: socket.socket, limit: float) -> None:
+
+class _Until:
+    """A socket's `recv` with one deadline over all calls, so that a trickle cannot hold us.
+
+    `check` is called before it blocks and whenever `wake` can be read; it may raise.
+    """
+
+    def __init__(
+        self, sock: socket.socket, limit: float, wake: socket.socket | None, check: Callable[[], None]
+    ) -> None:
         self._sock = sock
         self._limit = limit
+        self._wake = wake
+        self._check = check
 
     def recv(self, size: int) -> bytes:
-        remaining = self._limit - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError
-        self._sock.settimeout(remaining)
-        return self._sock.recv(size)
+        waiting = [self._sock] if self._wake is None else [self._sock, self._wake]
+        while True:
+            if self._wake is not None:
+                self._check()
+            remaining = self._limit - time.monotonic()
+            ready = _readable(waiting, remaining)
+            if self._sock in ready:
+                return self._sock.recv(size)
+            if not ready:
+                raise TimeoutError
+            assert self._wake is not None
+            self._wake.recv(4096)
 
 
 _stock_turns: dict[tuple[str, int], threading.Lock] = {}

@@ -19,7 +19,7 @@ import torch
 from vllm_tilert.connector.config import ConfigError, ConnectorConfig
 from vllm_tilert.connector.metrics import Counts
 from vllm_tilert.connector.plan import Order, StepPlan
-from vllm_tilert.connector.sender import Handoff, Link, Segment
+from vllm_tilert.connector.sender import THREADS, Handoff, Link, Segment
 from vllm_tilert.profiles.base import Completion, Gatherer, get_profile
 from vllm_tilert.profiles.layout import Layout
 from vllm_tilert.staging import StagingPool
@@ -87,6 +87,7 @@ class HandoffWorker:
         device = next(iter(kv_caches.values())).device
         self._check_staging(layout)
         self._pool = StagingPool(config.staging_bytes, device)
+        THREADS.warm()
         transport = make_transport(config.transport, config.protocol, config.rdma_devices)
         transport.init(config.local_host)
         transport.register(self._pool.buffer.data_ptr(), self._pool.capacity, str(device))
@@ -97,7 +98,8 @@ class HandoffWorker:
             secret=config.secret,
             admission_timeout_s=config.admission_timeout_s,
             send_timeout_s=config.send_timeout_s,
-            checksum=config.checksum if config.checksum is not None else device.type == "cpu",
+            # On a GPU computing them costs, so the node is asked.
+            checksum=True if config.checksum is None and device.type == "cpu" else config.checksum,
         )
         logger.info(
             "TileRT handoff ready: %s, %s over %s from %s, %d staging bytes on %s, checksums %s",
@@ -107,7 +109,7 @@ class HandoffWorker:
             config.local_host,
             config.staging_bytes,
             device,
-            "on" if self._link.checksum else "off",
+            {True: "on", False: "off", None: "where the node wants them"}[self._link.checksum],
         )
 
     def _check_staging(self, layout: Layout) -> None:

@@ -110,6 +110,13 @@ class Receiver:
         mismatch = self._node.layout.mismatch(request.get("layout"))
         if mismatch:
             raise Refused(ErrorCode.LAYOUT_MISMATCH, mismatch, rid)
+        if self._node.verify_checksums and request.get("checksums") is False:
+            raise Refused(
+                ErrorCode.LAYOUT_MISMATCH,
+                "this node wants checksums, and the sender sends none: leave tilert_checksum out on the "
+                "prefill host, or start the node with --no-checksum",
+                rid,
+            )
         seq_len = request.get("seq_len")
         if not _whole(seq_len) or seq_len < 1:
             raise Refused(
@@ -152,6 +159,7 @@ class Receiver:
                     "address": node.address(handoff),
                     "bytes": node.layout.segment_bytes(handoff.facts["seq_len"]),
                     "deadline_s": deadline_s,
+                    "checksums": node.verify_checksums,
                 },
             )
             message = await self._next(handoff, reader, writer)

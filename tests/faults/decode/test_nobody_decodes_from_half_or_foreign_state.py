@@ -45,6 +45,7 @@ async def test_one_changed_byte_is_never_decoded(prefill: Prefill, model_dir: Pa
         decode = asyncio.ensure_future(node.stream(rid, 1, 8))
         sender = prefill.sender(node, prompt)
         await sender.admit(rid, grant["generation"], 50)
+        assert sender.accept["checksums"] is True
         await sender.write()
         slot = node.node.memory[grant["slot"]]
         slot[byte] ^= 1
@@ -72,6 +73,7 @@ async def test_one_changed_byte_is_never_decoded(prefill: Prefill, model_dir: Pa
         ({"last_prompt_token": -1}, "bad_request"),
         ({"proof": "0" * 64}, "unauthorized"),
         ({"proof": None}, "unauthorized"),
+        ({"checksums": False}, "layout_mismatch"),
         ({"layout": None}, "layout_mismatch"),
         ({"layout": LAYOUT.describe() | {"layers": 4}}, "layout_mismatch"),
         ({"layout": LAYOUT.describe() | {"dtype": "bfloat16"}}, "layout_mismatch"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_tilert.profiles.layout import Layout
-from vllm_tilert.transports import make_transport
+from vllm_tilert.transports import Transport, make_transport
 from vllm_tilert.wire import control
 
 
@@ -32,9 +32,10 @@ class FakeNode:
     on_accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any] | None = None
     deadline_s: float = 30.0
     port: int = 0
+    transport: Transport | None = None
 
     def __post_init__(self) -> None:
-        self.transport = make_transport(self.transport_name, self.protocol)
+        self.transport = self.transport or make_transport(self.transport_name, self.protocol)
         self.transport.init(self.host)
         self.buffer = torch.full((self.layout.segment_bytes(self.max_seq_len),), 0xEE, dtype=torch.uint8)
         self.transport.register(self.buffer.data_ptr(), self.buffer.numel(), "cpu")
