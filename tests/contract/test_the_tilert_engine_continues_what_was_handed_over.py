@@ -46,7 +46,11 @@ def engine(setting, stock_path, tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.syspath_prepend(str(stock_path))
         with tilert_on_cpu(model, monkeypatch):
-            yield TileRTEngine(model, folder, ROWS, with_mtp, LAYERS[model])
+            yield TileRTEngine(layout_of(model), folder, ROWS, with_mtp)
+
+
+def layout_of(model: str):
+    return get_profile(model).layout_from_caches(nsa_caches(LAYERS[model], 1, "fp8_ds_mla"))
 
 
 def received(model: str, seed: int, segments: tuple[int, ...]) -> ReceivedState:
@@ -153,7 +157,7 @@ def test_unexpected_tensors_fall_back_to_inject_cache_and_say_so(
     monkeypatch.setattr(stock.get_profile(model), "build_engine", lambda *arguments: adapter)
     try:
         with caplog.at_level(logging.WARNING):
-            slow = TileRTEngine(model, tmp_path, ROWS, with_mtp, LAYERS[model])
+            slow = TileRTEngine(layout_of(model), tmp_path, ROWS, with_mtp)
             assert not slow.takes_bytes
             for seed in (5, 6):
                 state = received(model, seed, (64, 7))

@@ -11,14 +11,14 @@ import random
 import statistics
 import sys
 import time
+from array import array
 from types import SimpleNamespace
 
 import torch
 
 from unit.profiles.caches import nsa_caches
 from vllm_tilert.checksum import plane_checksums
-from vllm_tilert.kernels.convert import dense_targets, launch_convert_to
-from vllm_tilert.kernels.gather import launch_gather
+from vllm_tilert.kernels.convert import ConvertKernel, dense_targets
 from vllm_tilert.kernels.inject import Injector
 from vllm_tilert.profiles.base import get_profile
 
@@ -115,9 +115,12 @@ def extract(profile, layout, gatherer, stock, registered, tokens) -> bool:
     size = layout.segment_bytes(tokens)
     out, twin = (torch.empty(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     ids = torch.tensor(table, dtype=torch.int32, device=DEVICE)
-    kernel = on_gpu(lambda: launch_gather(gatherer._caches, ids, out, layout, tokens))
+    stream = torch.cuda.current_stream().cuda_stream
+    at = (gatherer._caches.data_ptr(), ids.data_ptr(), out.data_ptr())
+    kernel = on_gpu(lambda: gatherer._kernel.launch(*at, tokens, stream))
     limit = on_gpu(lambda: twin.copy_(out))
-    thread = on_thread(lambda: gatherer.gather(table, 0, tokens, out), lambda c: c.wait())
+    packed = array("i", table)
+    thread = on_thread(lambda: gatherer.gather(packed, 0, tokens, out), lambda c: c.wait())
     request = SimpleNamespace(num_tokens=tokens, block_ids_per_group=[table])
     staging = twin  # at a stride of `tokens` the stock layout has the segment's size
     theirs = on_thread(lambda: stock.extract(registered, request, 0, staging, tokens), lambda c: None, 5)
@@ -172,7 +175,8 @@ def convert(profile, layout, stock, out, tokens) -> None:
     one, two = (torch.empty(half, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     limit = on_gpu(lambda: one.copy_(two))
     targets = dense_targets(state.planes, LAYERS)
-    kernel = on_gpu(lambda: launch_convert_to(out, layout, tokens, tokens, targets, 0))
+    converter = ConvertKernel(layout, DEVICE)
+    kernel = on_gpu(lambda: converter.interpret(out, tokens, tokens, targets, 0))
     received = SimpleNamespace(
         rid="r", seq_len=tokens, last_prompt_token=0, first_token_id=None, sampling=None
     )

@@ -117,7 +117,7 @@ class Handoff:
 
     def start(self) -> None:
         """Open the handoff."""
-        THREADS.run(self._run)
+        THREADS.run(self._work)
 
     @property
     def failed(self) -> bool:
@@ -154,6 +154,12 @@ class Handoff:
         self._wake_write.send(b"\0")
 
     # The thread.
+
+    def _work(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._over.set()
 
     def _run(self) -> None:
         order = self.order
@@ -194,7 +200,6 @@ class Handoff:
                 sock.close()
             self._wake_read.close()
             self._wake_write.close()
-            self._over.set()
 
     def _take_stock_turn(self) -> threading.Lock:
         """A stock node takes one request at a time and cannot say no in time: one handoff at a time goes

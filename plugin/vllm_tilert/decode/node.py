@@ -156,9 +156,12 @@ class Node:
         slot = self.memory[handoff.slot]
         start = time.perf_counter()
         try:
-            state = await asyncio.get_running_loop().run_in_executor(
-                self._convert_thread, self._verify_and_convert, slot, list(segments), sums
-            )
+            if sums is None and self._takes_bytes:  # nothing to do that is worth a thread
+                state: Any = ReceivedState(slot, self.layout, tuple(segments))
+            else:
+                state = await asyncio.get_running_loop().run_in_executor(
+                    self._convert_thread, self._verify_and_convert, slot, list(segments), sums
+                )
         except Refused as error:
             self.slots.convert_failed(handoff, error.code, error.message)
             raise Refused(error.code, error.message, handoff.rid) from None
@@ -188,11 +191,14 @@ class Node:
                         )
                 at += size
                 token += tokens
-        if self._engine is not None and self._engine.takes_bytes:
-            return ReceivedState(
-                slot, self.layout, tuple(segments)
-            )  # the slot is the handoff's until its end
+        if self._takes_bytes:
+            return ReceivedState(slot, self.layout, tuple(segments))
         return self.profile.convert(slot, self.layout, segments)
+
+    @property
+    def _takes_bytes(self) -> bool:
+        """Whether the engine reads the slot itself: it is the handoff's until the engine has let go of it."""
+        return self._engine is not None and self._engine.takes_bytes
 
     # ---- decode calls
 

@@ -56,7 +56,7 @@ def build_engine(config: DecodeConfig, layout: Layout) -> Engine:
         return ReferenceEngine(config.weights, layout.dtype, config.max_seq_len, config.device)
     from vllm_tilert.decode.engines.tilert import TileRTEngine
 
-    return TileRTEngine(layout.profile, config.weights, config.max_seq_len, config.with_mtp, layout.layers)
+    return TileRTEngine(layout, config.weights, config.max_seq_len, config.with_mtp)
 
 
 async def serve(config: DecodeConfig) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -98,43 +99,70 @@ def _rotation(device: torch.device) -> torch.Tensor:
     return hadamard(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def launch_convert_to(
-    segment: torch.Tensor,
-    layout: Layout,
-    stride: int,
-    tokens: int,
-    targets: torch.Tensor,
-    first_row: int,
-    block: int = 64,
-    warps: int = 8,
-) -> None:
-    """Queue the conversion of the first `tokens` tokens of a segment laid out for `stride` tokens.
+class ConvertKernel:
+    """The conversion for one layout on one device. `compile` comes first, on that device."""
 
-    `targets` int64 [layers, 3], on the segment's device: addresses of row 0 of each layer's index [.., 128],
-    kv [.., 512] and pe [.., 64] bfloat16 rows, 16-byte aligned; 0 leaves a plane out. Rows `first_row`
-    onwards are written.
-    """
-    units = {plane.name: plane.units(stride) * plane.unit_bytes for plane in layout.planes}
-    _, pe_at, index_at = layout.plane_offsets(stride)
-    convert_kernel[(-(-tokens // block), layout.layers)](
-        segment,
-        _rotation(segment.device),
-        targets,
-        tokens,
-        first_row,
-        pe_at // 16,
-        index_at // 16,
-        units["kv"] // 16,
-        units["pe"] // 16,
-        units["index"] // 16,
-        FP8=layout.dtype == "fp8_ds_mla",
-        KV_BYTES=layout.planes[0].unit_bytes,
-        PAGE_BYTES=INDEX_PAGE_BYTES,
-        PAGE_KEYS=KEY_BYTES,
-        PAGE_TOKENS=PAGE,
-        TOKENS=block,
-        num_warps=warps,
-    )
+    def __init__(self, layout: Layout, device: torch.device, block: int = 64, warps: int = 8) -> None:
+        self._layout = layout
+        self._rotation = _rotation(device)
+        self._block = block
+        self._warps = warps
+        self._constants = {
+            "FP8": layout.dtype == "fp8_ds_mla",
+            "KV_BYTES": layout.planes[0].unit_bytes,
+            "PAGE_BYTES": INDEX_PAGE_BYTES,
+            "PAGE_KEYS": KEY_BYTES,
+            "PAGE_TOKENS": PAGE,
+            "TOKENS": block,
+        }
+        self._compiled: Any = None
+
+    def _sizes(self, stride: int) -> tuple[int, ...]:
+        """Where planes pe and index begin, and the steps from layer to layer of all three, in 16 bytes."""
+        _, pe_at, index_at = self._layout.plane_offsets(stride)
+        steps = (plane.units(stride) * plane.unit_bytes // 16 for plane in self._layout.planes)
+        return pe_at // 16, index_at // 16, *steps
+
+    def compile(self, segment: torch.Tensor) -> None:
+        """Compile; `segment` is one of one token. Nothing is written."""
+        nowhere = torch.zeros(self._layout.layers, 3, dtype=torch.int64, device=segment.device)
+        self._compiled = self.interpret(segment, 1, 1, nowhere, 0)
+
+    def interpret(
+        self, segment: torch.Tensor, stride: int, tokens: int, targets: torch.Tensor, first_row: int
+    ) -> Any:
+        """As `launch`, but with tensors, on the current stream and by Triton's usual way, on the CPU too if
+        its interpreter is on; returns the compiled kernel."""
+        return convert_kernel[(-(-tokens // self._block), self._layout.layers)](
+            segment,
+            self._rotation,
+            targets,
+            tokens,
+            first_row,
+            *self._sizes(stride),
+            **self._constants,
+            num_warps=self._warps,
+        )
+
+    def launch(
+        self, segment: int, stride: int, tokens: int, targets: int, first_row: int, stream: torch.cuda.Stream
+    ) -> None:
+        """Queue the conversion of the first `tokens` tokens of a segment laid out for `stride` tokens.
+
+        `segment` and `targets` are addresses, 16-byte aligned; `targets` int64 [layers, 3]: addresses of row
+        0 of each layer's index [.., 128], kv [.., 512] and pe [.., 64] bfloat16 rows, 16-byte aligned; 0
+        leaves a plane out. Rows `first_row` onwards are written.
+        """
+        self._compiled[(-(-tokens // self._block), self._layout.layers, 1)](
+            segment,
+            self._rotation.data_ptr(),
+            targets,
+            tokens,
+            first_row,
+            *self._sizes(stride),
+            *self._constants.values(),
+            stream=stream.cuda_stream,
+        )
 
 
 def launch_convert(
@@ -147,7 +175,7 @@ def launch_convert(
 ) -> None:
     """Queue a conversion into dense planes [layers, seq, dim]; see `mla_nsa.convert_segment`."""
     targets = dense_targets(planes, layout.layers)
-    launch_convert_to(segment, layout, stride, tokens, targets, at)
+    ConvertKernel(layout, segment.device).interpret(segment, stride, tokens, targets, at)
 
 
 def dense_targets(planes: Mapping[str, torch.Tensor], layers: int) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 A program moves one page of one layer: 64 attention rows, split into the kv and pe planes, and the indexer
 page. All accesses are in 16-byte steps; a page's rows lie one after the other in the cache, so reads are
-linear. The work runs on a stream of its own, ordered behind the caller's stream by an event: the calling
-thread only fills a pinned buffer with block ids and launches, by the compiled kernel's own launcher and with
-plain addresses, which takes a fraction of the time of Triton's usual way.
+linear. The work runs on a stream of its own, ordered behind the caller's stream by an event. The calling
+thread only fills a pinned buffer, out of which the kernel reads the block ids, and launches by the compiled
+kernel's own launcher with plain addresses, which takes a fraction of the time of Triton's usual way.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return"
@@ -29,7 +29,7 @@ _WORD = 8  # bytes of the int64 the kernel moves
 @triton.jit(do_not_specialize=["tokens", "pe_at", "index_at"])
 def gather_kernel(
     caches,  # *int64 [layers, 2]: addresses of a layer's attention and indexer cache
-    blocks,  # *int32 [pages]: the block that holds each page
+    blocks,  # *int32 [pages]: the block that holds each page; host memory will do
     out,  # *int64: the segment
     tokens,
     pe_at,  # offsets of planes pe and index in the segment, in pairs of words
@@ -83,7 +83,7 @@ def gather_kernel(
 class GatherKernel:
     """The kernel for one layout: compiled at the first launch, which must be complete before the others."""
 
-    def __init__(self, layout: Layout, warps: int = 8) -> None:
+    def __init__(self, layout: Layout, warps: int = 16) -> None:
         self._layout = layout
         self._warps = warps
         row = layout.planes[0].unit_bytes // _WORD
@@ -133,13 +133,12 @@ class GatherKernel:
 
 @dataclass
 class _Ids:
-    """Block ids on their way: a pinned buffer, its device twin, and the event after which both are free."""
+    """Block ids that a kernel reads: pinned host memory, and the event after which it is free."""
 
     pinned: torch.Tensor
     host: np.ndarray[Any, np.dtype[np.int32]]
-    device: torch.Tensor
     address: int
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None = None
 
 
 class CudaGatherer:
@@ -166,8 +165,7 @@ class CudaGatherer:
 
     def _ids(self) -> _Ids:
         pinned = torch.empty(self._blocks, dtype=torch.int32, pin_memory=True)
-        device = torch.empty(self._blocks, dtype=torch.int32, device=self._device)
-        return _Ids(pinned, pinned.numpy(), device, device.data_ptr(), torch.cuda.Event())
+        return _Ids(pinned, pinned.numpy(), pinned.data_ptr())  # one address on the host and on the device
 
     def _warm_up(self) -> None:
         """Compile now rather than in the first request."""
@@ -193,22 +191,19 @@ class CudaGatherer:
         if out.dtype != torch.uint8 or out.numel() != want or not out.is_contiguous() or address % 16:
             raise ValueError(f"out must be {want} contiguous, 16-byte aligned uint8, not {out.numel()}")
         buffers = self._take()
-        count = last - first
-        buffers.host[:count] = ids
-        event = torch.cuda.Event()
+        buffers.host[: last - first] = ids
+        event, stream = torch.cuda.Event(), self._stream
         self._ready.record(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
-            buffers.device[:count].copy_(buffers.pinned[:count], non_blocking=True)
-            self._kernel.launch(self._caches_at, buffers.address, address, tokens, self._stream.cuda_stream)
-            event.record(self._stream)
+        stream.wait_event(self._ready)
+        self._kernel.launch(self._caches_at, buffers.address, address, tokens, stream.cuda_stream)
+        event.record(stream)
         buffers.event = event
         self._busy.append(buffers)
         return CudaCompletion(event)
 
     def _take(self) -> _Ids:
-        """Buffers that no copy reads any more; new ones when all are in flight, rather than to wait."""
-        while self._busy and self._busy[0].event.query():
+        """A buffer that no kernel reads any more; a new one when all are in flight, rather than to wait."""
+        while self._busy and (event := self._busy[0].event) is not None and event.query():
             self._free.append(self._busy.pop(0))
         return self._free.pop() if self._free else self._ids()
 

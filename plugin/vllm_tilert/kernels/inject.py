@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -60,6 +60,7 @@ class _Device:
     targets: torch.Tensor | None
     stream: Any
     rows: int
+    kernels: dict[Layout, Any] = field(default_factory=dict)
 
 
 class Injector:
@@ -94,6 +95,18 @@ class Injector:
         """Tokens the cache tensors hold; None where the fast way is not used."""
         return min((device.rows for device in self._devices), default=None)
 
+    def warm_up(self, layout: Layout) -> None:
+        """Compile what `land` runs, on every device, before the first request has to wait for it."""
+        for device in self._devices:
+            if device.device.type == "cuda":
+                from vllm_tilert.kernels.convert import ConvertKernel
+
+                with _on(device, device.device):
+                    segment = torch.zeros(layout.segment_bytes(1), dtype=torch.uint8, device=device.device)
+                    kernel = device.kernels[layout] = ConvertKernel(layout, device.device)
+                    kernel.compile(segment)
+        self._finish()
+
     def inject(self, state: ConvertedState) -> None:
         """Write converted planes as rows 0 to seq_len - 1; over on return. Raises ValueError if too long."""
         if not self.direct:
@@ -122,18 +135,24 @@ class Injector:
         if not self.direct or not slot.is_cuda:
             self.inject(mla_nsa.PROFILES[layout.profile].convert(slot, layout, segments))
             return
-        from vllm_tilert.kernels.convert import launch_convert_to
-
         self._check(seq_len)
+        if layout not in self._devices[0].kernels:
+            self.warm_up(layout)
         used = slot[: layout.segment_bytes(seq_len)]
         for device in self._devices:
             with _on(device, slot.device):
-                at = 0
+                assert device.targets is not None
                 local = used.to(device.device, non_blocking=True)
+                kernel, start, at = device.kernels[layout], local.data_ptr(), 0
                 for tokens in segments:
-                    segment = local[layout.offset(at) :][: layout.segment_bytes(tokens)]
-                    assert device.targets is not None
-                    launch_convert_to(segment, layout, tokens, tokens, device.targets, at)
+                    kernel.launch(
+                        start + layout.offset(at),
+                        tokens,
+                        tokens,
+                        device.targets.data_ptr(),
+                        at,
+                        device.stream,
+                    )
                     at += tokens
         self._finish()
 

@@ -17,15 +17,16 @@ import torch
 from vllm_tilert.decode.engines.base import Decoded, EngineUnavailable, ReceivedState, Sampling
 from vllm_tilert.kernels.inject import Injector
 from vllm_tilert.profiles.base import ConvertedState
+from vllm_tilert.profiles.layout import Layout
 
 AR_STEPS: Final = 8
 """Decode steps per host synchronisation, TileRT's own default."""
 
 
 class TileRTEngine:
-    """See `base.Engine`. `profile` is `glm5` or `dsv32`, `layers` its caches with the draft layer's."""
+    """See `base.Engine`. `layout` is that of the state that will come, the draft layer's included."""
 
-    def __init__(self, profile: str, weights: Path, max_seq_len: int, with_mtp: bool, layers: int) -> None:
+    def __init__(self, layout: Layout, weights: Path, max_seq_len: int, with_mtp: bool) -> None:
         level = logging.getLogger().level
         try:
             from tilert.pd_vllm.profiles import base as tilert_profiles
@@ -36,12 +37,15 @@ class TileRTEngine:
         finally:
             logging.getLogger().setLevel(level)  # TileRT's import turns DEBUG on for everything
         try:
-            stock = tilert_profiles.get_profile(profile)
+            stock = tilert_profiles.get_profile(layout.profile)
         except KeyError:
-            raise EngineUnavailable(f"engine tilert has no model {profile!r}: choose glm5 or dsv32") from None
+            raise EngineUnavailable(
+                f"engine tilert has no model {layout.profile!r}: choose glm5 or dsv32"
+            ) from None
         self._adapter: Any = stock.build_engine(str(weights), max_seq_len, with_mtp, AR_STEPS)
         draft = 0 if with_mtp else 1  # without MTP the engine has no draft layer to put state into
-        self._injector = Injector(self._adapter.gen, layers - draft, unused=draft)
+        self._injector = Injector(self._adapter.gen, layout.layers - draft, unused=draft)
+        self._injector.warm_up(layout)
         self._inject_cache = self._adapter.gen.inject_cache
 
     @property
