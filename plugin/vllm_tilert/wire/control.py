@@ -41,6 +41,10 @@ class ProtocolError(Exception):
     """A peer broke the control protocol: truncated, oversized, not JSON, or a wrong field."""
 
 
+class Closed(ProtocolError):
+    """The peer closed the connection instead of sending a message."""
+
+
 def pack(message: Mapping[str, Any]) -> bytes:
     """Frame `message`: 4-byte big-endian length, then compact JSON."""
     body = json.dumps(message, separators=(",", ":")).encode()
@@ -70,6 +74,8 @@ async def read(reader: asyncio.StreamReader, limit: int = MAX_MESSAGE) -> dict[s
         header = await reader.readexactly(_LENGTH.size)
         return _parse(await reader.readexactly(_length(header, limit)))
     except asyncio.IncompleteReadError as error:
+        if error.expected == _LENGTH.size and not error.partial:
+            raise Closed("connection closed before a message") from None
         raise ProtocolError(f"connection closed after {len(error.partial)} bytes of a message") from None
 
 
