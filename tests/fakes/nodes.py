@@ -88,6 +88,7 @@ class FakeDecode:
         self.burst = 1
         """Tokens a line."""
         self.sent = 0
+        self.max_seq_len = 2048
         self.draining = False
         self.fail_after: int | None = None
         self.die_after: int | None = None
@@ -150,8 +151,8 @@ class FakeDecode:
             self.decoded.append(rid)
             response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await response.prepare(http)
-            tokens = [body["first_token_id"]] + [66 + i % 20 for i in range(body["max_tokens"] - 1)]
-            for i in range(0, len(tokens), self.burst):
+            count = body["max_tokens"]
+            for i in range(0, count, self.burst):
                 if i == self.fail_after:
                     await response.write(b'{"error":"engine_failed","message":"secret 10.0.0.2"}\n')
                     return response
@@ -164,12 +165,14 @@ class FakeDecode:
                 if rid in self.cancelled:
                     await response.write(b'{"error":"cancelled","message":""}\n')
                     return response
-                burst = tokens[i : i + self.burst]
+                burst = [66 + (j - 1) % 20 for j in range(i, min(i + self.burst, count))]
+                if not i:
+                    burst[0] = body["first_token_id"]
                 await response.write(json.dumps({"t": burst}).encode() + b"\n")
                 self.sent += len(burst)
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
-            done = {"done": True, "n": len(tokens), "seq_len": PROMPT_TOKENS, "finish_reason": "length"}
+            done = {"done": True, "n": count, "seq_len": PROMPT_TOKENS, "finish_reason": "length"}
             await self._free(rid)
             self.running.discard(rid)
             await response.write(json.dumps(done | self.account | {"timing_ms": {}}).encode() + b"\n")
@@ -198,7 +201,7 @@ class FakeDecode:
                 "status": "busy" if self.slots else "idle",
                 "current_rid": running,
                 "draining": self.draining,
-                "max_seq_len": 2048,
+                "max_seq_len": self.max_seq_len,
                 "slots": slots,
             }
         )
