@@ -48,10 +48,11 @@ def main() -> int:
             state = profile.convert(want, layout, [tokens])
             for name, plane in planes.items():
                 rows = plane[:, 20 : 20 + tokens]
-                # The interpreter cuts float32 to bfloat16 where the GPU rounds, so the key is near, no more.
+                # The interpreter cuts float32 to bfloat16 where the GPU rounds, so what was computed is near.
                 want_rows = state.planes[name]
                 error = (rows.float() - want_rows.float()).norm() / want_rows.float().norm()
-                same = torch.equal(rows, want_rows) if name != "index" else bool(error < 0.02)
+                moved = name == "pe" or (name == "kv" and dtype == "bfloat16")
+                same = torch.equal(rows, want_rows) if moved else bool(error < 0.02)
                 check(f"convert {dtype} {tokens} {name} (off by {error:.0e})", same)
                 untouched = torch.cat([plane[:, :20], plane[:, 20 + tokens :]], 1)
                 check(f"convert {dtype} {tokens} {name} keeps to its rows", bool((untouched == -7.0).all()))
