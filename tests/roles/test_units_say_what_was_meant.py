@@ -206,7 +206,7 @@ def test_the_environment_file_is_read_back_as_it_was_meant(tmp_path: Path) -> No
 
 def test_a_native_pool_gets_its_own_connector_beside_ours(tmp_path: Path) -> None:
     hosts = {**HOSTS, "native": {"n1": {"address": "10.0.0.9"}}}
-    out = render(tmp_path, GPU, hosts)
+    out = render(tmp_path, GPU | {"tilert_native_mode": "decode"}, hosts)
     config = json.loads(option(argv(out / "p1-vllm-prefill.service"), "--kv-transfer-config"))
     assert config["kv_connector"] == "MultiConnector"
     inner = config["kv_connector_extra_config"]["connectors"]
