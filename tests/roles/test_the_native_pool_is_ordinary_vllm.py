@@ -1,4 +1,4 @@
-"""vllm_native: whole requests without a connector, or decoding behind the proxy; router and prefill hosts know which."""
+"""vllm_native: whole requests without a connector, or decoding behind the proxy; routers and prefill hosts know it."""
 
 from __future__ import annotations
 
