@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from .conftest import MODULES, TERRAFORM, Workspace
+from .conftest import MODULES, REPOSITORY, TERRAFORM, Workspace
 
 
 def test_every_module_and_stack_has_tests() -> None:
@@ -16,6 +17,37 @@ def test_every_module_and_stack_has_tests() -> None:
     for where in MODULES:
         tests = list((TERRAFORM / where / "tests").glob("*.tftest.hcl"))
         assert tests, f"terraform/{where} has no tests/*.tftest.hcl"
+
+
+def test_only_the_catalogue_knows_a_shape() -> None:
+    """Who else names one is an example to fill in, a test, or generated from the catalogue (and checked to be)."""
+    catalogue = (TERRAFORM / "modules/catalog/main.tf").read_text()
+    shapes = re.findall(r'^    "([^"]+)" += merge\(local\.(?:b200|h200|h100|cpu),', catalogue, re.M)
+    assert len(shapes) >= 18
+    known = re.compile("|".join(map(re.escape, shapes)))
+    may = {"terraform/modules/catalog/main.tf", "ansible/vars/shapes.json", "inventory/onprem/hosts.yml"}
+    for top in ("terraform", "ansible", "roles", "inventory", "plugin", "router", "bin"):
+        for path in sorted((REPOSITORY / top).rglob("*")):
+            name = str(path.relative_to(REPOSITORY))
+            if not path.is_file() or name in may or name.endswith((".tfvars.example", ".tftest.hcl", ".pyc")):
+                continue
+            if ".terraform/" in name or ".tfstate" in name or ".tfvars" in name:
+                continue
+            found = known.findall(path.read_bytes().decode(errors="replace"))
+            assert not found, f"{name} names {found[0]}: shapes belong in terraform/modules/catalog"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TERRAFORM.glob("stacks/*/backend.tf.example")), ids=lambda p: p.parent.name
+)
+def test_the_remote_state_example_fits_its_stack(workspace: Workspace, tmp_path: Path, path: Path) -> None:
+    folder = workspace.copy(str(path.parent.relative_to(TERRAFORM)), tmp_path / "terraform")
+    (folder / "backend.tf").write_text(path.read_text())
+    assert workspace.terraform(folder, "fmt", "-check", "backend.tf").code == 0
+    result = workspace.terraform(folder, "init", "-backend=false", "-input=false")
+    assert result.code == 0, result.said
+    result = workspace.terraform(folder, "validate")
+    assert result.code == 0, result.said
 
 
 def test_sources_are_formatted(bare_workspace: Workspace) -> None:

@@ -203,9 +203,12 @@ resource "google_compute_address" "ingress" {
   address_type = "EXTERNAL"
 }
 
+# One for each shape: hosts of one machine type are placed close to each other.
 resource "google_compute_resource_policy" "fabric" {
+  for_each = toset([for shape, row in local.shapes : shape if row.rdma])
+
   project = var.project
-  name    = "${var.name}-fabric"
+  name    = "${var.name}-${each.key}"
   region  = local.region
 
   group_placement_policy {
@@ -226,7 +229,7 @@ resource "google_compute_instance" "host" {
   deletion_protection       = each.value.gpus > 0
   labels                    = { cluster = var.name, role = each.value.role }
   tags                      = contains(local.ingress_hosts, each.key) ? ["${var.name}-ingress"] : []
-  resource_policies         = local.shapes[each.value.shape].rdma ? [google_compute_resource_policy.fabric.id] : []
+  resource_policies         = local.shapes[each.value.shape].rdma ? [google_compute_resource_policy.fabric[each.value.shape].id] : []
 
   metadata = {
     ssh-keys                 = join("\n", [for key in var.ssh_keys : "${var.ssh_user}:${key}"])

@@ -63,7 +63,7 @@ run "hosts_take_their_reservation_and_sit_together" {
     error_message = jsonencode(google_compute_instance.host["t-prefill-1"].reservation_affinity)
   }
   assert {
-    condition     = google_compute_resource_policy.fabric.group_placement_policy[0].collocation == "COLLOCATED" && length(google_compute_instance.host["t-router-1"].resource_policies) == 0
+    condition     = jsonencode({ for shape, policy in google_compute_resource_policy.fabric : shape => policy.group_placement_policy[0].collocation }) == jsonencode({ "a3-ultragpu-8g" = "COLLOCATED", "a4-highgpu-8g" = "COLLOCATED" }) && length(google_compute_instance.host["t-router-1"].resource_policies) == 0
     error_message = "the placement policy is for GPU hosts"
   }
 }
