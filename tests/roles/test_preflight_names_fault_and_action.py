@@ -1,4 +1,4 @@
-"""preflight.yml: every fault has a number, a severity, an action and a remedy; one report for people, one for programs."""
+"""preflight.yml: every fault has a number, a severity, an action and a remedy; reports for people and for programs."""
 
 from __future__ import annotations
 
