@@ -67,7 +67,8 @@ def secrets(value: Any, at: str = "") -> Iterator[str]:
     """Where a state holds something that is named, or looks, like a secret."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if re.search(r"password|secret|private_key|(^|_)token($|_)|credential", key) and inner:
+            # EC2 fills password_data only where get_password_data asks for it; the double always does.
+            if re.search(r"password(?!_data$)|secret|private_key|(^|_)token($|_)|credential", key) and inner:
                 yield f"{at}.{key}"
             yield from secrets(inner, f"{at}.{key}")
     elif isinstance(value, list):
