@@ -22,6 +22,8 @@ from .conftest import CLOUDS, HERE, REPOSITORY, Workspace
 # The hosts do not exist: what validate.yml asks of them is asked of this machine, and no wheelhouse is looked for.
 PRETEND = json.dumps({"ansible_connection": "local", "tilert_wheelhouse": ""})
 
+# docs/contracts.md: one shape of `nodes` for every stack.
+NODE = ("address", "also", "fabric_address", "gpus", "rdma_devices", "role", "shape", "vars")
 GROUPS = ["decode", "ingress", "native", "observability", "prefill", "router"]
 
 
@@ -42,6 +44,9 @@ def recorded(workspace: Workspace, inventory: Path, stack: Path, name: str) -> d
     own = json.loads(workspace.terraform(stack, "output", "-json", "inventory").out)
     assert sorted(own) == GROUPS
     hosts = sorted({host for group in own.values() for host in group})
+    nodes = json.loads(workspace.terraform(stack, "output", "-json", "nodes").out)
+    assert sorted(nodes) == hosts
+    assert {tuple(sorted(node)) for node in nodes.values()} == {NODE}
     read = {
         "groups": {group: sorted(seen.get(group, {}).get("hosts", [])) for group in GROUPS},
         # group_vars are Ansible's; what the stack says of a host is looked at.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MODULES, REPOSITORY, TERRAFORM, Workspace
+from .conftest import CLOUDS, MODULES, REPOSITORY, TERRAFORM, Workspace
 
 
 def test_every_module_and_stack_has_tests() -> None:
@@ -17,6 +17,42 @@ def test_every_module_and_stack_has_tests() -> None:
     for where in MODULES:
         tests = list((TERRAFORM / where / "tests").glob("*.tftest.hcl"))
         assert tests, f"terraform/{where} has no tests/*.tftest.hcl"
+
+
+def test_the_clouds_have_one_contract() -> None:
+    """The same variables and outputs everywhere, but for what a cloud alone has."""
+    own_variables = {
+        "aws": {"weights"},
+        "gcp": {"project", "network_profile"},
+        "oci": {"compartment_id", "fabric"},
+    }
+    own_outputs = {"aws": {"weights_mount"}}
+    seen = {}
+    for cloud in CLOUDS:
+        folder = TERRAFORM / "modules" / cloud
+        variables = set(re.findall(r'^variable "(\w+)"', (folder / "variables.tf").read_text(), re.M))
+        outputs = set(re.findall(r'^output "(\w+)"', (folder / "outputs.tf").read_text(), re.M))
+        assert own_variables[cloud] <= variables
+        seen[cloud] = (variables - own_variables[cloud], outputs - own_outputs.get(cloud, set()))
+        # A stack passes every variable of its module on, under the same name.
+        passed = re.findall(
+            r"^  (\w+) += var\.(\w+)$", (TERRAFORM / "stacks" / cloud / "main.tf").read_text(), re.M
+        )
+        assert {name for name, given in passed if name == given} == variables
+    assert seen["aws"] == seen["gcp"] == seen["oci"]
+    wanted = {
+        "name",
+        "zone",
+        "pools",
+        "reservations",
+        "network",
+        "ssh_keys",
+        "allowed_clients",
+        "image",
+        "disks",
+    }
+    assert wanted <= seen["aws"][0]
+    assert {"nodes", "inventory"} <= seen["aws"][1]
 
 
 def test_only_the_catalogue_knows_a_shape() -> None:
