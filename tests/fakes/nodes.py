@@ -97,6 +97,7 @@ class FakeDecode:
         self.account: dict[str, int] = {}
         """Replaces fields of the last line."""
         self._generation = 0
+        self._known: set[str] = set()
         self._changed = asyncio.Condition()
         app = web.Application()
         app.router.add_post("/pd/reserve", self._reserve)
@@ -120,6 +121,7 @@ class FakeDecode:
             return web.json_response({"error": "busy", "message": ""}, status=429)
         self._generation += 1
         self.slots[body["rid"]] = self._generation
+        self._known.add(body["rid"])
         return web.json_response(
             {
                 "rid": body["rid"],
@@ -183,6 +185,8 @@ class FakeDecode:
 
     async def _cancel(self, http: web.Request) -> web.Response:
         rid = (await http.json())["rid"]
+        if rid not in self._known:
+            return web.json_response({"error": "not_reserved", "message": ""}, status=404)
         self.cancelled.append(rid)
         if rid in self.slots and rid not in self.running:
             await self._free(rid)
