@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
@@ -56,7 +57,14 @@ class Site:
             with (self.weights / f"model_dev_{number}").open("wb") as shard:
                 shard.truncate(90 << 30)  # sparse
 
-    def play(self, tasks: list[dict[str, Any]], roles: list[Any], *arguments: str, **variables: Any) -> str:
+    def play(
+        self,
+        tasks: list[dict[str, Any]],
+        roles: list[Any],
+        *arguments: str,
+        handlers: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         """Run roles and tasks on both hosts; the output. `rc` has the exit status."""
         given = {
             "ansible_connection": "local",
@@ -93,6 +101,7 @@ class Site:
         )
         hosts = "prefill" if any("prefill" in json.dumps(role) for role in [*roles, tasks]) else "decode"
         play = {"hosts": hosts, "gather_facts": False, "roles": roles, "post_tasks": tasks}
+        play["handlers"] = handlers or []
         (self.folder / "play.yml").write_text(json.dumps([play]))
         done = subprocess.run(
             [str(PLAYBOOK), "-i", str(self.folder / "hosts.yml"), str(self.folder / "play.yml"), *arguments],
@@ -356,3 +365,27 @@ for profile, layers in (("glm5", 78), ("dsv32", 61)):
     from tilert import STATE_BYTES
 
     assert {(p, d): n for p, d, n in map(json.loads, out.splitlines())} == STATE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("role", "handler"),
+    [("tilert_decode", "Restart the decode node"), ("vllm_prefill", "Restart vLLM prefill")],
+)
+def test_a_changed_fabric_restarts_what_uses_it(site: Site, role: str, handler: str) -> None:
+    tasks = yaml.safe_load((ROOT / f"roles/{role}/tasks/service.yml").read_text())
+    flush = next(i for i, task in enumerate(tasks) if "ansible.builtin.meta" in task)
+    watched = json.loads(json.dumps(tasks[:flush]).replace('"owner": "root", "group": "root", ', ""))
+    variable = f"{role}_venv"
+    folder = site.folder / "etc"
+    runs = []
+    for text in ("MC_MTU=4096\n", "MC_MTU=4096\n", None):
+        if text is None:
+            (folder / "rdma.env").unlink()
+        else:
+            (folder / "rdma.env").write_text(text)
+        handlers = [{"name": handler, "ansible.builtin.debug": {"msg": "it restarts"}}]
+        variables = {variable: str(folder / "venv"), "tilert_credentials_dir": str(folder)}
+        out = site.play(watched, [], handlers=handlers, **variables)
+        assert site.rc == 0, out
+        runs.append("it restarts" in out)
+    assert runs == [True, False, True]
