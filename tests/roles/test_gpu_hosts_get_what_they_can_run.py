@@ -53,6 +53,7 @@ class Site:
         self.hosts: dict[str, Any] = {}
         self.weights = folder / "weights"
         self.weights.mkdir()
+        (self.weights / "config.json").write_text("{}")
         for number in range(8):
             with (self.weights / f"model_dev_{number}").open("wb") as shard:
                 shard.truncate(90 << 30)  # sparse
@@ -323,7 +324,6 @@ def test_a_decode_host_that_cannot_run_the_engine_is_refused_with_the_remedy(sit
 
 
 def test_a_prefill_host_without_room_or_gpus_is_refused(site: Site) -> None:
-    (site.weights / "config.json").write_text("{}")
     smis = {
         "p1": str(nvidia_smi(site.folder, [("NVIDIA L4", 23034, "8.9")] * 8, "p1")),
         "p2": str(nvidia_smi(site.folder, [B200] * 2, "p2")),
