@@ -107,6 +107,7 @@ class Releases:
         (wheel,) = WHEELHOUSE.glob("vllm_tilert-*.whl")
         self.original = keep / wheel.name
         shutil.copy2(wheel, self.original)
+        self.version = wheel.name.split("-")[1]
         self.folder = keep
 
     def put(self, wheel: Path) -> None:
@@ -117,8 +118,13 @@ class Releases:
             old.unlink()
         new.rename(WHEELHOUSE / wheel.name)
 
-    def make(self, version: str, change: tuple[str, str, str] | None = None) -> None:
-        """Build and put a release: this source with another version and, if given, (file, old, new)."""
+    def post(self, number: int) -> str:
+        """The version of the nth release after the one that was there."""
+        return f"{self.version}.post{number}"
+
+    def make(self, number: int, change: tuple[str, str, str] | None = None) -> str:
+        """Build and put the nth release: this source with its version and, if given, (file, old, new)."""
+        version = self.post(number)
         source = self.folder / f"source-{version}"
         source.mkdir()
         for name in ("plugin", "router", "pyproject.toml", "README.md", "LICENSE"):
@@ -140,6 +146,7 @@ class Releases:
         )
         (wheel,) = (source / "out").glob("*.whl")
         self.put(wheel)
+        return version
 
 
 def play(name: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -191,10 +198,10 @@ def test_an_upgrade_under_load_loses_no_request_and_no_token(cluster: Cluster, r
     before = {host: version(cluster, host) for host in cluster.hosts("decode")}
     starts = {host: started(cluster, host) for host in before}
     router = started_router(cluster)
-    releases.make("0.1.0.post1")
+    better = releases.make(1)
     with load(cluster):
         play("upgrade.yml", "-e", SHORT)
-    assert {version(cluster, host) for host in before} == {"0.1.0.post1"} != set(before.values())
+    assert {version(cluster, host) for host in before} == {better} != set(before.values())
     assert all(started(cluster, host) != starts[host] for host in before)
     # The router took nodes out and in without a restart.
     assert started_router(cluster) == router
@@ -212,11 +219,11 @@ def test_a_rollback_is_a_switch_and_a_second_one_goes_forward(cluster: Cluster, 
     with load(cluster):
         play("rollback.yml", "-l", first, "-e", SHORT)
     print(f"rollback of one node: {time.monotonic() - start:.0f} s")
-    assert version(cluster, first) == "0.1.0"
-    assert version(cluster, second) == "0.1.0.post1"
+    assert version(cluster, first) == releases.version
+    assert version(cluster, second) == releases.post(1)
     all_serve(cluster)
     play("rollback.yml", "-l", first, "-e", SHORT)
-    assert version(cluster, first) == "0.1.0.post1"
+    assert version(cluster, first) == releases.post(1)
     all_serve(cluster)
 
 
@@ -228,7 +235,7 @@ def test_a_release_that_decodes_wrongly_meets_no_client_and_is_put_back(
     # It starts, is healthy, and answers: only the tokens are wrong.
     wrong = ".transpose(1, 2).reshape(state.seq_len, -1)"
     releases.make(
-        "0.1.0.post2",
+        2,
         ("plugin/vllm_tilert/decode/engines/reference.py", wrong, ".reshape(state.seq_len, -1)"),
     )
     with load(cluster):
@@ -240,7 +247,7 @@ def test_a_release_that_decodes_wrongly_meets_no_client_and_is_put_back(
     counts = recap(done.stdout)
     assert counts[first]["rescued"] == 1
     assert second not in counts or counts[second]["ok"] <= 2  # validate.yml's look at it
-    assert (version(cluster, first), version(cluster, second)) == ("0.1.0.post1", "0.1.0.post1")
+    assert (version(cluster, first), version(cluster, second)) == (releases.post(1), releases.post(1))
     assert started(cluster, second) == untouched
     all_serve(cluster)
 
@@ -261,7 +268,7 @@ def test_a_release_that_does_not_start_is_put_back(cluster: Cluster, releases: R
     assert done.returncode != 0
     assert "Its former version is back in service" in " ".join(done.stdout.split())
     assert "--no-such" not in cluster.run(first, "cat /etc/systemd/system/tilert-decode.service")
-    assert version(cluster, first) == "0.1.0.post1"
+    assert version(cluster, first) == releases.post(1)
     all_serve(cluster)
 
 
