@@ -133,6 +133,8 @@ def page(text: str, cloud: str, known: dict[str, dict[str, Row]]) -> str:
         "outputs": outputs(stack),
     }
     for name, part in parts.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         before, rest = text.split(f"<!-- {name} -->\n", 1)
         text = f"{before}<!-- {name} -->\n{part}\n<!-- end -->{rest.split('<!-- end -->', 1)[1]}"
     return text

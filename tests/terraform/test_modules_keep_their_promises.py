@@ -22,8 +22,8 @@ def test_every_module_and_stack_has_tests() -> None:
 def test_the_clouds_have_one_contract() -> None:
     """The same variables and outputs everywhere, but for what a cloud alone has."""
     own_variables = {
-        "aws": {"weights"},
-        "gcp": {"project", "network_profile"},
+        "aws": {"weights", "protect"},
+        "gcp": {"project", "network_profile", "protect"},
         "oci": {"compartment_id", "fabric"},
     }
     own_outputs = {"aws": {"weights_mount"}}

@@ -307,7 +307,7 @@ resource "aws_instance" "host" {
     id      = aws_launch_template.pool[each.value.pool].id
     version = aws_launch_template.pool[each.value.pool].latest_version
   }
-  disable_api_termination = each.value.gpus > 0
+  disable_api_termination = var.protect && each.value.gpus > 0
   tags                    = merge(local.tags, { Name = each.key, role = each.value.role })
 }
 

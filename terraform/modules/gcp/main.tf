@@ -226,7 +226,7 @@ resource "google_compute_instance" "host" {
   zone                      = var.zone
   machine_type              = each.value.shape
   allow_stopping_for_update = true
-  deletion_protection       = each.value.gpus > 0
+  deletion_protection       = var.protect && each.value.gpus > 0
   labels                    = { cluster = var.name, role = each.value.role }
   tags                      = contains(local.ingress_hosts, each.key) ? ["${var.name}-ingress"] : []
   resource_policies         = local.shapes[each.value.shape].rdma ? [google_compute_resource_policy.fabric[each.value.shape].id] : []

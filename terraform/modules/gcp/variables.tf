@@ -135,6 +135,12 @@ variable "disks" {
   }
 }
 
+variable "protect" {
+  description = "Keeps GPU hosts from being deleted by mistake, by this configuration too: to destroy the cluster, apply once with false before."
+  type        = bool
+  default     = true
+}
+
 variable "prices" {
   description = "US dollars per hour by shape, with the day (YYYY-MM-DD) and the source of the figure; they go before the list prices of modules/catalog."
   type = map(object({

@@ -20,6 +20,7 @@ module "cluster" {
   image            = var.image
   ssh_user         = var.ssh_user
   disks            = var.disks
+  protect          = var.protect
   prices           = var.prices
   weights          = var.weights
 }

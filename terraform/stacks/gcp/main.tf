@@ -22,6 +22,7 @@ module "cluster" {
   image            = var.image
   ssh_user         = var.ssh_user
   disks            = var.disks
+  protect          = var.protect
   prices           = var.prices
   project          = var.project
   network_profile  = var.network_profile

@@ -146,6 +146,25 @@ run "shared_weights_without_efa" {
   }
 }
 
+run "gpu_hosts_are_protected" {
+  command = plan
+  assert {
+    condition     = jsonencode({ for name, host in aws_instance.host : name => host.disable_api_termination }) == jsonencode({ "t-decode-1" = true, "t-decode-2" = true, "t-prefill-1" = true, "t-router-1" = false })
+    error_message = "nobody ends a GPU host by mistake"
+  }
+}
+
+run "protection_can_be_taken_off" {
+  command = plan
+  variables {
+    protect = false
+  }
+  assert {
+    condition     = !anytrue([for host in values(aws_instance.host) : host.disable_api_termination])
+    error_message = "or the cluster could not be destroyed"
+  }
+}
+
 run "no_way_out_unless_asked_for" {
   command = plan
   assert {

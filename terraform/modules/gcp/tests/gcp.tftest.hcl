@@ -96,6 +96,25 @@ run "nodes_and_inventory" {
   }
 }
 
+run "gpu_hosts_are_protected" {
+  command = plan
+  assert {
+    condition     = jsonencode({ for name, host in google_compute_instance.host : name => host.deletion_protection }) == jsonencode({ "t-decode-1" = true, "t-decode-2" = true, "t-prefill-1" = true, "t-router-1" = false })
+    error_message = "nobody deletes a GPU host by mistake"
+  }
+}
+
+run "protection_can_be_taken_off" {
+  command = plan
+  variables {
+    protect = false
+  }
+  assert {
+    condition     = !anytrue([for host in values(google_compute_instance.host) : host.deletion_protection])
+    error_message = "or the cluster could not be destroyed"
+  }
+}
+
 run "no_way_out_unless_asked_for" {
   command = plan
   assert {
