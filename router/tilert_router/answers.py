@@ -12,6 +12,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from tilert_router.fields import Kind
 from tilert_router.generate import Generation
+from tilert_router.parsing import Parsed
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEPALIVE: Final = b": waiting\n\n"
@@ -31,7 +32,9 @@ class Chunks:
         request = generation.request
         self._generation = generation
         self._chat = request.kind is Kind.CHAT
-        self._ids = request.return_token_ids
+        self._parser = generation.parser
+        self._called = False
+        self._ids = request.return_token_ids and shows_tokens(generation)
         self._continuous = request.continuous_usage
         self._head: dict[str, Any] = {
             "id": answer_id,
@@ -40,8 +43,10 @@ class Chunks:
             "model": request.model,
         }
         head = orjson.dumps(self._head)[:-1]
-        opening = b'{"delta":{"content":' if self._chat else b'{"text":'
-        self._before = b"data: " + head + b',"choices":[' + opening
+        self._opening = (
+            b"data: " + head + (b',"choices":[{"delta":' if self._chat else b',"choices":[{"text":')
+        )
+        self._before = self._opening + (b'{"content":' if self._chat else b"")
         self._after = (b"}" if self._chat else b"") + b',"index":0,"logprobs":null,"finish_reason":null'
 
     def first(self) -> bytes | None:
@@ -58,33 +63,47 @@ class Chunks:
                 }
             ]
         }
-        if self._ids:
+        if self._generation.request.return_token_ids:
             chunk["prompt_token_ids"] = self._generation.prefilled.prompt_token_ids
         return event(chunk | self._usage())
 
     def piece(self, text: str, token_ids: list[int]) -> bytes:
-        """A chunk with text and, where asked for, token ids."""
+        """A chunk with text and, where asked for, token ids; nothing where a parser has nothing to show."""
         end = b"}]"
-        if self._ids:
+        if self._ids and token_ids:
             end = b',"token_ids":' + orjson.dumps(token_ids) + end
         if self._continuous:
             end += b',"usage":' + orjson.dumps(self._generation.usage())
-        return self._before + orjson.dumps(text) + self._after + end + b"}\n\n"
+        if self._parser is None:
+            return self._before + orjson.dumps(text) + self._after + end + b"}\n\n"
+        return self._parsed(self._parser.delta(text, token_ids, False), end)
+
+    def _parsed(self, parsed: Parsed | None, end: bytes) -> bytes:
+        if parsed is None and not self._ids:
+            return b""
+        fields = parsed.fields if parsed else {}
+        self._called |= bool(parsed and parsed.calls)
+        return self._opening + orjson.dumps(fields) + self._after[1:] + end + b"}\n\n"
 
     def last(self) -> bytes:
-        """The chunk with the finish reason."""
+        """What the parser held back, and the chunk with the finish reason."""
         generation = self._generation
+        rest = b""
+        if self._parser is not None:
+            parsed = self._parser.delta("", [], True)
+            if parsed is not None:
+                rest = self._parsed(parsed, b"}]")
         choice: dict[str, Any] = {
             "index": 0,
             "logprobs": None,
-            "finish_reason": generation.finish_reason,
+            "finish_reason": finish_reason(generation, self._called),
             "stop_reason": generation.stop_reason,
         }
         if self._chat:
             choice["delta"] = {}
         else:
             choice["text"] = ""
-        return event(self._head | {"choices": [choice]} | self._usage())
+        return rest + event(self._head | {"choices": [choice]} | self._usage())
 
     def usage(self) -> bytes:
         """The last chunk of a stream that asked for usage: no choices."""
@@ -94,17 +113,29 @@ class Chunks:
         return {"usage": self._generation.usage()} if self._continuous else {}
 
 
+def shows_tokens(generation: Generation) -> bool:
+    """Whether token ids may be shown: not where they would tell the reasoning that was to be left out, as in vLLM."""
+    return generation.parser is None or generation.request.body.get("include_reasoning") is not False
+
+
+def finish_reason(generation: Generation, called: bool) -> str:
+    """The answer's finish reason; `tool_calls` only for calls that are whole."""
+    return "tool_calls" if called and generation.finish_reason == "stop" else generation.finish_reason
+
+
 def whole(generation: Generation, answer_id: str, text: str, token_ids: list[int]) -> dict[str, Any]:
     """A non-streamed answer."""
     request = generation.request
     chat = request.kind is Kind.CHAT
+    parsed = generation.parser.whole(text, token_ids) if generation.parser else None
     choice: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
-        "finish_reason": generation.finish_reason,
+        "finish_reason": finish_reason(generation, bool(parsed and parsed.calls)),
         "stop_reason": generation.stop_reason,
     }
-    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    fields = parsed.fields if parsed else {"content": text}
+    choice |= {"message": {"role": "assistant", **fields}} if chat else {"text": text}
     answer: dict[str, Any] = {
         "id": answer_id,
         "object": "chat.completion" if chat else "text_completion",
@@ -114,7 +145,8 @@ def whole(generation: Generation, answer_id: str, text: str, token_ids: list[int
         "usage": generation.usage(),
     }
     if request.return_token_ids:
-        choice["token_ids"] = token_ids
+        if shows_tokens(generation):
+            choice["token_ids"] = token_ids
         (answer if chat else choice)["prompt_token_ids"] = generation.prefilled.prompt_token_ids
     return answer
 
@@ -165,7 +197,8 @@ class Events:
 
     def show(self, text: str, token_ids: list[int]) -> bool:
         """Send a chunk."""
-        return self.send(self._chunks.piece(text, token_ids))
+        data = self._chunks.piece(text, token_ids)
+        return self.send(data) if data else True
 
     def send(self, data: bytes) -> bool:
         """Send an event; False once the client is too far behind."""

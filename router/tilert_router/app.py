@@ -23,6 +23,7 @@ from tilert_router.leases import Bounds, NodeState, Pool
 from tilert_router.metrics import Metrics
 from tilert_router.native import NativePool
 from tilert_router.output import load_tokenizer
+from tilert_router.parsing import load_parsing
 from tilert_router.prefill import PrefillPool
 from tilert_router.queue import FairQueue
 from tilert_router.request import Defaults, Request, parse_body, resolve
@@ -56,7 +57,12 @@ class Router:
         self.native = NativePool.of(config)
         self._defaults = Defaults.load(config.model.tokenizer)
         self._generator = Generator(
-            config, self.pool, self.prefill, load_tokenizer(config.model.tokenizer), self.metrics
+            config,
+            self.pool,
+            self.prefill,
+            load_tokenizer(config.model.tokenizer),
+            self.metrics,
+            load_parsing(config.model),
         )
         self._use(config)
 

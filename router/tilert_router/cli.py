@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tilert_router.config import ConfigError, load
 from tilert_router.fields import table_markdown
+from tilert_router.parsing import load_parsing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tilert_router.keys import Keys
 
             Keys(config.keys_file)
+        if arguments.command == "check":
+            load_parsing(config.model)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -40,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tilert_router.serve import serve, set_up_logging
 
     set_up_logging(config.logs.level)
-    uvloop.run(serve(arguments.config, config))
+    try:
+        uvloop.run(serve(arguments.config, config))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

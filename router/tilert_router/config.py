@@ -81,6 +81,11 @@ class Model(_Section):
     """The model's name on the prefill nodes, where it differs from `name`."""
     max_top_k: Annotated[int, Field(ge=1)] = 256
     """Largest top_k of the decode engine; larger or unlimited values become this on both legs."""
+    reasoning_parser: str | None = None
+    """vLLM's name of it: glm47 for GLM-5, deepseek_v3 for DeepSeek-V3.2. None: reasoning stays in the text."""
+    tool_parser: str | None = None
+    """vLLM's name of it: glm47 for GLM-5, deepseek_v32 for DeepSeek-V3.2. None: requests that may call tools go
+    to the native pool."""
 
 
 class Prefill(_Section):

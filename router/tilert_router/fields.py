@@ -6,7 +6,7 @@ the same as leaving a field out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -39,13 +39,15 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One field. With NEUTRAL, `neutral(value, body)` says which values TileRT serves all the same."""
+    """One field. With NEUTRAL, `neutral(value, body)` says which values TileRT serves all the same, and `parsed`,
+    which it serves as well where the router has the parser of that name (`reasoning` or `tools`)."""
 
     name: str
     treatment: Treatment
     note: str = ""
     neutral: Callable[[Any, Body], bool] | None = None
     kinds: tuple[Kind, ...] = (Kind.CHAT, Kind.COMPLETION)
+    parsed: tuple[str, Callable[[Any, Body], bool]] | None = None
 
 
 def _is(*values: Any) -> Callable[[Any, Body], bool]:
@@ -78,6 +80,13 @@ def _auto_tools(value: Any, _: Body) -> bool:
 
 def _no_calls(_: Any, body: Body) -> bool:
     return body.get("tool_choice") == "none"
+
+
+def _free_calls(tools: Any, body: Body) -> bool:
+    # `strict` asks for a grammar, which TileRT has not.
+    functions = [t.get("function") for t in tools if isinstance(t, dict)] if isinstance(tools, list) else []
+    strict = any(isinstance(f, dict) and f.get("strict") for f in functions)
+    return body.get("tool_choice") in (None, "auto", "none") and not strict
 
 
 def _one_prompt(value: Any, _: Body) -> bool:
@@ -119,14 +128,35 @@ TABLE: Final[tuple[Row, ...]] = (
     Row("include_stop_str_in_output", _R),
     Row("skip_special_tokens", _R),
     Row("return_token_ids", _R),
-    Row("include_reasoning", _N, "true is served; reasoning is not parsed out", _is(True), _CHAT),
-    Row("parallel_tool_calls", _I, "of tool calls only", kinds=_CHAT),
+    Row(
+        "include_reasoning",
+        _N,
+        "true is served; with model.reasoning_parser false as well",
+        _is(True),
+        _CHAT,
+        ("reasoning", _is(True, False)),
+    ),
+    Row("parallel_tool_calls", _R, "false shows the first call only, as in vLLM", kinds=_CHAT),
     Row("stream_interval", _N, "1 is served", _is(1)),
     Row("temperature", _S, "0 is greedy; left out: generation_config.json, then 1.0"),
     Row("top_p", _S, "left out: generation_config.json, then 1.0"),
     Row("top_k", _S, "0, -1 and values above model.max_top_k become model.max_top_k"),
-    Row("tools", _N, "served with tool_choice none: calls are not parsed out of the text", _no_calls, _CHAT),
-    Row("tool_choice", _N, "none is served", _is("none"), _CHAT),
+    Row(
+        "tools",
+        _N,
+        "served with tool_choice none; with model.tool_parser and tool_choice auto as well, but for strict ones",
+        _no_calls,
+        _CHAT,
+        ("tools", _free_calls),
+    ),
+    Row(
+        "tool_choice",
+        _N,
+        "none is served; with model.tool_parser auto as well",
+        _is("none"),
+        _CHAT,
+        ("tools", _auto_tools),
+    ),
     Row("reasoning_effort", _P, kinds=_CHAT),
     Row("add_generation_prompt", _P, kinds=_CHAT),
     Row("continue_final_message", _P, kinds=_CHAT),
@@ -199,22 +229,24 @@ def _rows(kind: Kind, *treatments: Treatment) -> tuple[Row, ...]:
 NEUTRAL: Final = {kind: {row.name: row for row in _rows(kind, _N)} for kind in Kind}
 PREFILL: Final = {
     kind: frozenset(row.name for row in _rows(kind, _P))
-    | ({"tools", "tool_choice"} if kind is Kind.CHAT else {"prompt"})
+    | ({"tools"} if kind is Kind.CHAT else {"prompt"})
     | {"truncate_prompt_tokens"}
     for kind in Kind
 }
 """Fields that shape the prompt and go to prefill as they are."""
 
 
-def not_served(kind: Kind, body: Body) -> str | None:
-    """The first field whose value the TileRT path cannot honour, or None."""
+def not_served(kind: Kind, body: Body, parsers: Container[str] = ()) -> str | None:
+    """The first field whose value the TileRT path cannot honour with these `parsers`, or None."""
     rows = NEUTRAL[kind]
     for name, value in body.items():
         row = rows.get(name)
         if row is None or value is None:
             continue
         assert row.neutral is not None
-        if not row.neutral(value, body):
+        if row.neutral(value, body):
+            continue
+        if row.parsed is None or row.parsed[0] not in parsers or not row.parsed[1](value, body):
             return name
     return None
 

@@ -16,9 +16,11 @@ from tilert_router import decode
 from tilert_router.config import Config
 from tilert_router.decode import DecodeStream, NodeError
 from tilert_router.errors import ApiError, bad_request, overloaded
+from tilert_router.fields import Kind
 from tilert_router.leases import Lease, Pool
 from tilert_router.metrics import Metrics
 from tilert_router.output import Output, StreamDetokenizer
+from tilert_router.parsing import AnswerParser, Parsing
 from tilert_router.prefill import Prefilled, PrefillFailed, PrefillPool
 from tilert_router.queue import QueueFull, Ticket
 from tilert_router.request import Request
@@ -70,8 +72,11 @@ class Generation:
         lease: Lease,
         stream: DecodeStream | None,
         output: Output,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.request = request
+        self.parser = parser
+        """Tells reasoning and tool calls from content; None: all of it is content."""
         self.prefilled = prefilled
         self.rid = lease.rid
         self.finish_reason: str = "stop" if prefilled.ended else "length"
@@ -154,13 +159,20 @@ class Generator:
     """Starts generations. One per router process."""
 
     def __init__(
-        self, config: Config, pool: Pool, prefill: PrefillPool, tokenizer: Tokenizer, metrics: Metrics
+        self,
+        config: Config,
+        pool: Pool,
+        prefill: PrefillPool,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        parsing: Parsing | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._prefill = prefill
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._parsing = parsing
         self._loop = asyncio.get_running_loop()
 
     async def start(
@@ -236,16 +248,19 @@ class Generator:
             raise bad_request(
                 f"the prompt has {prefilled.prompt_tokens} tokens, and the context of {window} leaves none "
                 "for the answer",
-                "messages" if request.kind == "chat" else "prompt",
+                "messages" if request.kind is Kind.CHAT else "prompt",
                 code="context_length_exceeded",
             )
-        detokenizer = StreamDetokenizer(
-            self._tokenizer, prefilled.prompt_token_ids, request.skip_special_tokens
-        )
+        parser = None
+        if self._parsing is not None and request.kind is Kind.CHAT:
+            parser = self._parsing.start(request.body, prefilled.prompt_token_ids)
+        # A parser needs the markers that special tokens are.
+        skip_special = request.skip_special_tokens and parser is None
+        detokenizer = StreamDetokenizer(self._tokenizer, prefilled.prompt_token_ids, skip_special)
         output = Output(detokenizer, request.stop, request.stop_token_ids, request.include_stop)
         if prefilled.ended or budget == 1:
             lease.abandon("the first token is the whole answer")
-            return Generation(request, prefilled, lease, None, output)
+            return Generation(request, prefilled, lease, None, output, parser)
         lease.remaining = budget
         stream = await self._open(
             lease,
@@ -260,7 +275,7 @@ class Generator:
         lease.opened = True
         self._pool.kick()
         self._metrics.phase.labels("handoff").observe(self._loop.time() - first)
-        return Generation(request, prefilled, lease, stream, output)
+        return Generation(request, prefilled, lease, stream, output, parser)
 
     async def _open(self, lease: Lease, body: dict[str, Any]) -> DecodeStream:
         """Open the decode leg. Behind another request it waits for that one's end, then `handoff_s`."""

@@ -14,6 +14,7 @@ import orjson
 from tilert_router.config import FAST_SUFFIX, Model
 from tilert_router.errors import ApiError, bad_request
 from tilert_router.fields import PREFILL, Kind, not_served, strip
+from tilert_router.parsing import parsers_of
 
 COMPLETION_MAX_TOKENS: Final = 16
 """vLLM's default length of a completion."""
@@ -98,6 +99,9 @@ class Request:
             body["prompt"] = prompt[0]
         body |= self.sampling.as_json()
         body |= {k: 1.0 if k == "repetition_penalty" else 0.0 for k in self.defaults.not_applied}
+        if "tools" in body:
+            # The prompt is the same, and nothing of one token is to be parsed.
+            body["tool_choice"] = "none"
         if self.body.get("min_tokens"):
             body["min_tokens"] = 1
         return body | {
@@ -239,6 +243,8 @@ def resolve(kind: Kind, raw: dict[str, Any], model: Model, defaults: Defaults) -
             raise bad_request("tools: must not be empty; leave it out or give one tool", "tools")
         if body.get("tool_choice") not in (None, "none") and not tools:
             raise bad_request("tool_choice: needs tools", "tool_choice")
+        _flag(body, "parallel_tool_calls")
+        _flag(body, "include_reasoning")
     elif body.get("prompt") in (None, "", []) and not body.get("prompt_embeds"):
         raise bad_request("prompt: must be given and not empty", "prompt")
 
@@ -287,6 +293,6 @@ def resolve(kind: Kind, raw: dict[str, Any], model: Model, defaults: Defaults) -
         skip_special_tokens=_flag(body, "skip_special_tokens", True),
         return_token_ids=_flag(body, "return_token_ids"),
         stream_interval=_integer(body, "stream_interval", 1) or 1,
-        unserved=not_served(kind, body),
+        unserved=not_served(kind, body, parsers_of(model)),
         defaults=defaults,
     )

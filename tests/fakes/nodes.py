@@ -94,6 +94,8 @@ class FakeDecode:
         self.die_after: int | None = None
         self.stall_after: int | None = None
         self.lose_state = False
+        self.script: list[int] | None = None
+        """What is answered, first token included, instead of the usual letters; ends with stop where not cut."""
         self.account: dict[str, int] = {}
         """Replaces fields of the last line."""
         self._generation = 0
@@ -153,7 +155,8 @@ class FakeDecode:
             self.decoded.append(rid)
             response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await response.prepare(http)
-            count = body["max_tokens"]
+            count = min(body["max_tokens"], len(self.script or []) or body["max_tokens"])
+            cut = self.script is None or len(self.script) >= body["max_tokens"]
             for i in range(0, count, self.burst):
                 if i == self.fail_after:
                     await response.write(b'{"error":"engine_failed","message":"secret 10.0.0.2"}\n')
@@ -167,14 +170,18 @@ class FakeDecode:
                 if rid in self.cancelled:
                     await response.write(b'{"error":"cancelled","message":""}\n')
                     return response
-                burst = [66 + (j - 1) % 20 for j in range(i, min(i + self.burst, count))]
+                if self.script is not None:
+                    burst = self.script[i : min(i + self.burst, count)]
+                else:
+                    burst = [66 + (j - 1) % 20 for j in range(i, min(i + self.burst, count))]
                 if not i:
                     burst[0] = body["first_token_id"]
                 await response.write(json.dumps({"t": burst}).encode() + b"\n")
                 self.sent += len(burst)
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
-            done = {"done": True, "n": count, "seq_len": PROMPT_TOKENS, "finish_reason": "length"}
+            done: dict[str, Any] = {"done": True, "n": count, "seq_len": PROMPT_TOKENS}
+            done["finish_reason"] = "length" if cut else "stop"
             await self._free(rid)
             self.running.discard(rid)
             await response.write(json.dumps(done | self.account | {"timing_ms": {}}).encode() + b"\n")

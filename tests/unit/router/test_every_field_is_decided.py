@@ -109,6 +109,22 @@ def test_every_field_of_vllms_schema_has_a_row(kind: Kind) -> None:
     assert set(schema.model_fields) <= {row.name for row in TABLE if kind in row.kinds}
 
 
+def test_with_vllms_parsers_more_is_served() -> None:
+    model = MODEL.model_copy(update={"reasoning_parser": "glm47", "tool_parser": "glm47"})
+    function = {"type": "function", "function": {"name": "f"}}
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+
+    def unserved(**fields: Any) -> str | None:
+        return resolve(Kind.CHAT, PROMPTS[Kind.CHAT] | fields, model, Defaults()).unserved
+
+    assert unserved(tools=[function]) is None
+    assert unserved(tools=[function], tool_choice="auto", parallel_tool_calls=False) is None
+    assert unserved(include_reasoning=False) is None
+    assert unserved(tools=[strict]) == "tools"
+    assert unserved(tools=[function], tool_choice="required") in ("tools", "tool_choice")
+    assert unserved(tools=[function], tool_choice={"type": "function", "function": {"name": "f"}}) is not None
+
+
 def test_the_docs_show_the_table() -> None:
     page = Path(__file__).parents[3] / "docs" / "router-fields.md"
     assert page.read_text().endswith(table_markdown())
