@@ -108,6 +108,7 @@ class Handoff:
         self._abort: HandoffFailed | None = None
         self._failure: HandoffFailed | None = None
         self._ended = False
+        self._asked = False
         self._wake_read, self._wake_write = socket.socketpair()
         self._sent: list[int] = []
         self._checksums: list[list[int]] = []
@@ -166,7 +167,6 @@ class Handoff:
         outstanding: tuple[WriteOutstanding, Piece] | None = None
         sock: socket.socket | None = None
         turn: threading.Lock | None = None
-        admitted = False
         settled = True
         try:
             sock, hello = self._connect()
@@ -174,9 +174,7 @@ class Handoff:
                 turn = self._take_stock_turn()
                 self._send(sock, self._admit_stock(sock, hello), hello)
             else:
-                admission = self._admit(sock, hello)
-                admitted = True
-                self._send(sock, admission, hello)
+                self._send(sock, self._admit(sock, hello), hello)
                 self._conclude(sock)
         except _Outstanding as error:
             outstanding = (error.write, error.piece)
@@ -191,7 +189,7 @@ class Handoff:
         try:
             if outstanding is not None:
                 settled = self._settle(*outstanding)
-            if sock is not None and admitted and self._failure is not None:
+            if sock is not None and self._asked and settled and self._failure is not None:
                 self._tell(sock, self._failure)
         finally:
             if turn is not None and settled:  # else a write may be under way to where the next would go
@@ -234,6 +232,7 @@ class Handoff:
         if link.secret is not None and (not isinstance(nonce, str) or not nonce):
             self._fail(ErrorCode.UNAUTHORIZED, "the node sent no nonce, so the secret cannot be proven")
         asked_at = time.monotonic()
+        self._asked = True
         request = self._request() | {
             "ext": control.EXTENSION,
             "generation": order.generation,

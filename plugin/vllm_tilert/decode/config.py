@@ -43,6 +43,7 @@ class DecodeConfig:
     device: str
     drain_s: float
     rdma_devices: tuple[str, ...] = ()
+    allow_stock_senders: bool = False
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DecodeConfig:
@@ -89,6 +90,7 @@ class DecodeConfig:
             checksum=not a.no_checksum,
             device=a.device,
             drain_s=a.drain_s,
+            allow_stock_senders=a.allow_stock_senders,
             rdma_devices=tuple(name for name in a.rdma_devices.split(",") if name),
         )
 
@@ -151,5 +153,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--secret-file", metavar="FILE", help="shared secret of routers, prefill hosts and decode nodes")
     add("--with-mtp", action="store_true", help="decode with the model's MTP draft layer (engine tilert)")
     add("--no-checksum", action="store_true", help="accept state without checksums")
+    add(
+        "--allow-stock-senders",
+        action="store_true",
+        help="also take state from TileRT's own connector: one at a time, unproven, without checksums",
+    )
     add("--device", default="cpu", help="where slots and a reference engine live: cpu or cuda:N")
     add("--drain-s", type=float, default=60.0, metavar="SECONDS", help="how long SIGTERM lets requests end")

@@ -16,6 +16,7 @@ import torch
 
 from vllm_tilert import checksum
 from vllm_tilert.decode.engines.base import Decoded, Engine, ReceivedState, Sampling
+from vllm_tilert.decode.landing import LandingZone
 from vllm_tilert.decode.metrics import Metrics
 from vllm_tilert.decode.signal import Signal
 from vllm_tilert.decode.slots import Handoff, Limits, Outcome, Refused, Slots
@@ -70,6 +71,7 @@ class Node:
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         verify_checksums: bool = True,
         engine_name: str = "reference",
+        allow_stock_senders: bool = False,
     ) -> None:
         self.engine_name = engine_name
         self.stuck = False
@@ -88,6 +90,12 @@ class Node:
         self.slot_bytes = layout.segment_bytes(max_seq_len)
         self.memory = torch.zeros((slots, self.slot_bytes), dtype=torch.uint8, device=device)
         transport.register(self.memory.data_ptr(), self.memory.numel(), device)
+        self.landing: LandingZone | None = None
+        if allow_stock_senders:
+            quarantine = limits.transfer + limits.grace
+            self.landing = LandingZone(profile, layout, max_seq_len, device, quarantine, time.monotonic)
+            region = self.landing.memory
+            transport.register(region.data_ptr(), region.numel(), device)
         self._engine_factory = engine
         self._engine: Engine | None = None
         self._last_sign = time.monotonic()
@@ -148,16 +156,26 @@ class Node:
         return self.memory.data_ptr() + handoff.slot * self.slot_bytes
 
     async def accept_state(
-        self, handoff: Handoff, segments: Sequence[int], sums: Sequence[Sequence[int]] | None
+        self,
+        handoff: Handoff,
+        segments: Sequence[int],
+        sums: Sequence[Sequence[int]] | None,
+        landed: LandingZone | None = None,
     ) -> None:
-        """The sender is done: verify and convert what arrived. Raises Refused, with the slot given back."""
+        """The sender is done: verify and convert what arrived in the slot, or in the zone where it has
+        `landed`. Raises Refused, with the slot given back."""
         if not self.slots.writer_done(handoff):
             handoff.check()
         slot = self.memory[handoff.slot]
         start = time.perf_counter()
         try:
-            if sums is None and self._takes_bytes:  # nothing to do that is worth a thread
-                state: Any = ReceivedState(slot, self.layout, tuple(segments))
+            state: Any
+            if landed is not None:
+                state = await asyncio.get_running_loop().run_in_executor(
+                    self._convert_thread, landed.convert, sum(segments)
+                )
+            elif sums is None and self._takes_bytes:  # nothing to do that is worth a thread
+                state = ReceivedState(slot, self.layout, tuple(segments))
             else:
                 state = await asyncio.get_running_loop().run_in_executor(
                     self._convert_thread, self._verify_and_convert, slot, list(segments), sums

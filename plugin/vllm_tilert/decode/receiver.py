@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Mapping
 from typing import Any, Final, TypeGuard
 
+from vllm_tilert.decode.landing import NOWHERE, Lease
 from vllm_tilert.decode.node import Node
 from vllm_tilert.decode.slots import Handoff, Refused
 from vllm_tilert.wire import control
@@ -44,51 +46,75 @@ class Receiver:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         rid: str | None = None
+        lease = self._node.landing.lend() if self._node.landing is not None else None
         try:
             nonce = secrets.token_hex(16)
-            await _send(writer, self._hello(nonce))
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                request = await control.read(reader, control.MAX_REQUEST)
+            await _send(writer, self._hello(nonce, lease))
+            request = await self._request(lease, reader, writer)
+            if lease is not None and request.get("ext") is not None:  # one of ours, who writes to no bases
+                lease.quiet = True
+                lease.end()
+                lease = None
             try:
                 rid = request.get("rid") if is_rid(request.get("rid")) else None
-                handoff = self._admit(request, nonce)
+                handoff = self._admit(request, nonce, lease)
             except Refused as error:
                 self._refuse(error, rid, peer)
                 await _send(writer, _refusal(error))
+                if lease is not None:  # it writes all the same
+                    lease.quiet = _is_done(await control.read(reader, MAX_DONE), request.get("rid"))
                 return
-            await self._receive(handoff, reader, writer)
+            if lease is None:
+                await self._receive(handoff, reader, writer)
+            else:
+                await self._receive_stock(handoff, lease, reader)
         except TimeoutError:
             self._node.metrics.refused("no_request")
         except (control.ProtocolError, OSError) as error:
             self._node.metrics.refused("protocol")
             log.warning("control connection failed: %s", error, extra={"rid": rid, "peer": str(peer)})
         finally:
+            if lease is not None:
+                lease.end()
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def _hello(self, nonce: str) -> dict[str, Any]:
+    async def _request(
+        self, lease: Lease | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> dict[str, Any]:
+        """The sender's Request. Who has a lease may write at any time, so only its own end ends the wait."""
+        if lease is None:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                return await control.read(reader, control.MAX_REQUEST)
+        _keep_alive(writer.get_extra_info("socket"))
+        try:
+            return await control.read(reader, control.MAX_REQUEST)
+        except control.Closed:
+            lease.quiet = True  # a stock sender asks before it writes, and this one has not asked
+            raise
+
+    def _hello(self, nonce: str, lease: Lease | None) -> dict[str, Any]:
         node = self._node
         return {
             "magic": control.MAGIC,
             "ext": control.EXTENSION,
-            "layout_version": node.layout.version,
             "transport": node.transport.name,
             "max_seq_len": node.max_seq_len,
             "busy": not node.slots.idle,
             **node.transport.local_meta(),
             "layout": node.layout.describe(),
             "nonce": nonce,
-            # A stock sender writes without waiting for an answer: to nowhere.
-            "kv_base": 0,
-            "pe_base": 0,
-            "ki_base": 0,
+            **(lease.zone.hello() if lease is not None else NOWHERE),
         }
 
-    def _admit(self, request: Mapping[str, Any], nonce: str) -> Handoff:
-        """Check every field, then let the sender write. Raises Refused; nothing was written then."""
+    def _admit(self, request: Mapping[str, Any], nonce: str, lease: Lease | None) -> Handoff:
+        """Check every field, then let the sender write. Raises Refused; no slot was written to then.
+
+        A stock sender (with a `lease`) knows of its reservation only the rid, and proves nothing.
+        """
         rid, rank = request.get("rid"), request.get("rank")
-        if request.get("ext") != control.EXTENSION:
+        if request.get("ext") != control.EXTENSION and lease is None:
             raise Refused(
                 ErrorCode.BAD_REQUEST,
                 f"ext is {request.get('ext')!r}, this node speaks {control.EXTENSION}: "
@@ -101,6 +127,39 @@ class Receiver:
             raise Refused(
                 ErrorCode.BAD_REQUEST, f"rank is {rank!r}: only rank 0 sends (the state is replicated)", rid
             )
+        if lease is None:
+            self._check_ours(request, nonce, rid)
+        seq_len = request.get("seq_len")
+        if not _whole(seq_len) or seq_len < 1:
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"seq_len is {seq_len!r}: expected a positive whole number", rid
+            )
+        if seq_len > self._node.max_seq_len:
+            raise Refused(
+                ErrorCode.SEQ_LEN_EXCEEDED,
+                f"seq_len is {seq_len}, this node takes {self._node.max_seq_len}",
+                rid,
+            )
+        last = request.get("last_prompt_token")
+        if not _whole(last) or last < 0:
+            raise Refused(ErrorCode.BAD_REQUEST, f"last_prompt_token is {last!r}: expected a token id", rid)
+        slots = self._node.slots
+        if lease is None:
+            generation = request.get("generation")
+        else:
+            known = slots.find(rid)
+            generation = known.generation if known is not None else 0
+        if not _whole(generation):
+            raise Refused(
+                ErrorCode.BAD_REQUEST, f"generation is {generation!r}: expected a whole number", rid
+            )
+        handoff = slots.admit(rid, generation)
+        handoff.last_prompt_token = last
+        handoff.facts |= {"seq_len": seq_len, "bytes": self._node.layout.segment_bytes(seq_len)}
+        return handoff
+
+    def _check_ours(self, request: Mapping[str, Any], nonce: str, rid: str) -> None:
+        """What only our senders say: proof of the secret, layout, checksums. Raises Refused."""
         if self._secret is not None and not control.proof_holds(
             self._secret, nonce, rid, 0, request.get("proof")
         ):
@@ -117,29 +176,6 @@ class Receiver:
                 "prefill host, or start the node with --no-checksum",
                 rid,
             )
-        seq_len = request.get("seq_len")
-        if not _whole(seq_len) or seq_len < 1:
-            raise Refused(
-                ErrorCode.BAD_REQUEST, f"seq_len is {seq_len!r}: expected a positive whole number", rid
-            )
-        if seq_len > self._node.max_seq_len:
-            raise Refused(
-                ErrorCode.SEQ_LEN_EXCEEDED,
-                f"seq_len is {seq_len}, this node takes {self._node.max_seq_len}",
-                rid,
-            )
-        generation = request.get("generation")
-        if not _whole(generation):
-            raise Refused(
-                ErrorCode.BAD_REQUEST, f"generation is {generation!r}: expected a whole number", rid
-            )
-        last = request.get("last_prompt_token")
-        if not _whole(last) or last < 0:
-            raise Refused(ErrorCode.BAD_REQUEST, f"last_prompt_token is {last!r}: expected a token id", rid)
-        handoff = self._node.slots.admit(rid, generation)
-        handoff.last_prompt_token = last
-        handoff.facts |= {"seq_len": seq_len, "bytes": self._node.layout.segment_bytes(seq_len)}
-        return handoff
 
     async def _receive(
         self, handoff: Handoff, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -190,6 +226,39 @@ class Receiver:
         finally:
             if not told:
                 slots.writer_vanished(handoff, "the sender vanished before it was done")
+
+    async def _receive_stock(self, handoff: Handoff, lease: Lease, reader: asyncio.StreamReader) -> None:
+        """From a stock sender's Request to its Done, which nothing answers.
+
+        It writes to the landing zone only. So the request may end at any time and its slot with it, but the
+        lease lasts until the sender is done or gone.
+        """
+        node, slots = self._node, self._node.slots
+        start = time.perf_counter()
+        told = False  # whether `slots` know how the writer ended
+        reading = asyncio.ensure_future(control.read(reader, MAX_DONE))
+        ending = asyncio.ensure_future(node.signal.until(lambda: handoff.over))
+        try:
+            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                told = True
+                slots.writer_stopped(handoff, "the request ended before its state was there")
+            done = _is_done(await reading, handoff.rid)
+            if done and not told:
+                told = True
+                handoff.timing_ms["wire"] = 1e3 * (time.perf_counter() - start)
+                handoff.facts |= {"segments": 1, "wire_ms": handoff.timing_ms["wire"]}
+                try:
+                    await node.accept_state(handoff, [handoff.facts["seq_len"]], None, lease.zone)
+                    node.metrics.received(handoff)
+                except Refused as error:
+                    self._refuse(error, handoff.rid, None)
+            lease.quiet = done
+        finally:
+            reading.cancel()
+            ending.cancel()
+            if not told:
+                slots.writer_stopped(handoff, "the sender vanished before it was done")
 
     async def _next(
         self, handoff: Handoff, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -250,6 +319,21 @@ class Receiver:
 
 def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_done(message: Mapping[str, Any], rid: object) -> bool:
+    return message.get("done") is True and message.get("rid") == rid
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Notice within half a minute that the other host is gone."""
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 15),
+        (socket.TCP_KEEPINTVL, 5),
+        (socket.TCP_KEEPCNT, 3),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _text(message: Mapping[str, Any]) -> str:

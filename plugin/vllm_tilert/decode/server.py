@@ -19,6 +19,7 @@ from vllm_tilert.decode.engines.base import Engine, EngineUnavailable
 from vllm_tilert.decode.http import build_app
 from vllm_tilert.decode.node import Node
 from vllm_tilert.decode.receiver import Receiver
+from vllm_tilert.profiles import stock
 from vllm_tilert.profiles.base import ProfileError, get_profile
 from vllm_tilert.profiles.layout import Layout
 from vllm_tilert.staging import free_bytes
@@ -35,16 +36,22 @@ def sd_notify(message: str) -> None:
             notify.sendto(message.encode(), "\0" + path[1:] if path.startswith("@") else path)
 
 
-def check_memory(config: DecodeConfig, layout: Layout) -> None:
-    """Raise ConfigError unless the slots fit into what is free."""
-    need = config.slots * layout.segment_bytes(config.max_seq_len)
+def check_regions(config: DecodeConfig, layout: Layout) -> None:
+    """Raise ConfigError unless the slots (and the landing zone of stock senders) can be and fit what is free."""
+    if config.allow_stock_senders:
+        try:
+            stock.check_layout(layout)
+        except ProfileError as error:
+            raise ConfigError("--allow-stock-senders", layout.profile, str(error)) from None
+    regions = config.slots + (1 if config.allow_stock_senders else 0)
+    need = regions * layout.segment_bytes(config.max_seq_len)
     free = free_bytes(torch.device(config.device))
     if need > free:
         raise ConfigError(
             "--max-seq-len",
             config.max_seq_len,
-            f"{config.slots} slots of that length need {need} bytes, {free} are free on {config.device}: "
-            "lower it or --slots",
+            f"{regions} {'slots and landing zone' if config.allow_stock_senders else 'slots'} of that length "
+            f"need {need} bytes, {free} are free on {config.device}: lower it or --slots",
         )
 
 
@@ -63,7 +70,7 @@ async def serve(config: DecodeConfig) -> None:
     """Run one decode node until SIGTERM, which drains it first."""
     profile = get_profile(config.profile)
     layout = profile.layout_from_config(config.model_config(), config.kv_cache_dtype)
-    check_memory(config, layout)
+    check_regions(config, layout)
     transport = make_transport(config.transport, config.protocol, config.rdma_devices)
     transport.init(config.host)
     node = Node(
@@ -76,6 +83,7 @@ async def serve(config: DecodeConfig) -> None:
         device=config.device,
         verify_checksums=config.checksum,
         engine_name=config.engine,
+        allow_stock_senders=config.allow_stock_senders,
     )
     await node.start()
     receiver = Receiver(node, config.secret.encode() if config.secret else None)

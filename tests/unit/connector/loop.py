@@ -68,9 +68,17 @@ class LoopTransport:
 class Sending:
     """One handoff of `seq_len` tokens to `node`, its staging pool and its report."""
 
-    def __init__(self, node: FakeNode, seq_len: int = 40, host: str = "127.0.0.1", **link: Any) -> None:
-        self.transport = link.pop("transport", None) or LoopTransport()
-        self.pool = StagingPool(4 << 20, torch.device("cpu"))
+    def __init__(
+        self,
+        node: FakeNode,
+        seq_len: int = 40,
+        layout: Layout = LAYOUT,
+        pool_bytes: int = 4 << 20,
+        **link: Any,
+    ) -> None:
+        self.layout = layout
+        self.transport = LoopTransport()
+        self.pool = StagingPool(pool_bytes, torch.device("cpu"))
         self.reports: list[HandoffReport] = []
         settings = {
             "rank": 0,
@@ -79,16 +87,16 @@ class Sending:
             "send_timeout_s": 10.0,
             "checksum": True,
         }
-        self.order = Order("a", new_rid(), 7, host, node.port, seq_len, 65)
+        self.order = Order("a", new_rid(), 7, "127.0.0.1", node.port, seq_len, 65)
         self.handoff = Handoff(
             self.order,
-            Link(transport=self.transport, layout=LAYOUT, **(settings | link)),
+            Link(transport=self.transport, layout=layout, **(settings | link)),
             self.reports.append,
         )
 
     def put(self, start: int, tokens: int) -> torch.Tensor:
         """Stage random bytes for tokens [start, start + tokens); returns a copy of them."""
-        piece = self.pool.try_take(LAYOUT.segment_bytes(tokens))
+        piece = self.pool.try_take(self.layout.segment_bytes(tokens))
         assert piece is not None
         piece.tensor.random_(0, 256)
         copy = piece.tensor.clone()

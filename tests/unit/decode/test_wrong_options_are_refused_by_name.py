@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from vllm_tilert.cli import main, parser
 from vllm_tilert.decode.config import ConfigError, DecodeConfig
+from vllm_tilert.small_model import CONFIG
 
 
 def arguments(model: Path, /, **changed: str) -> list[str]:
@@ -84,10 +86,13 @@ def test_what_must_be_said_has_no_default(
 def test_the_command_ends_with_2_and_the_reason(
     tmp_path: Path, changed: dict[str, str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import json
-
-    from vllm_tilert.small_model import CONFIG
-
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert main(arguments(tmp_path, **changed)) == 2
     assert words in capfd.readouterr().err
+
+
+def test_stock_senders_have_no_such_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main([*arguments(tmp_path), "--allow-stock-senders"]) == 2
+    assert "--allow-stock-senders mla: " in capfd.readouterr().err
+    assert not DecodeConfig.from_arguments(parser().parse_args(arguments(tmp_path))).allow_stock_senders
