@@ -102,3 +102,12 @@ def test_what_cannot_be_served_is_refused_by_name(
         assert not any(n["address"] in answer.text for n in cluster.nodes.values()), (
             "an internal address leaks"
         )
+
+
+def test_the_whole_cluster_fits_in_twelve_gib(cluster: Cluster) -> None:
+    # Proportional set size: memory shared between processes counts once.
+    script = "cat /proc/[0-9]*/smaps_rollup 2>/dev/null | awk '/^Pss:/ {kib += $2} END {print kib / 1048576}'"
+    gib = {host: float(cluster.run(host, script)) for host in cluster.nodes}
+    print(f"memory in GiB: {gib}, {sum(gib.values()):.1f} together")
+    assert all(gib.values())
+    assert sum(gib.values()) < 12
