@@ -123,6 +123,7 @@ def host(image: str, **environment: str) -> subprocess.CompletedProcess[str]:
         "WHEELHOUSE": "/",
         "MODELS": "/",
         "SHM_SIZE": "64m",
+        "CPU_SHARES": "1024",
     }
     return run("host.sh", **{**given, "ACTION": "create", **environment})
 

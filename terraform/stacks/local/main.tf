@@ -6,11 +6,12 @@ locals {
   wheelhouse_dir = coalesce(var.wheelhouse_dir, "${local.repository}/.local/wheelhouse")
   models_dir     = coalesce(var.models_dir, "${local.repository}/.local/models")
 
-  # A fixed first place per role, so that changing one count moves nobody's address.
+  # A fixed first place per role, so that changing one count moves nobody's address. Routers have cores of their own in a real
+  # site; here they share them with engines that compute without a pause, and weigh more.
   roles = {
-    prefill = { count = var.prefill_count, first = 10, memory = var.memory.prefill }
-    decode  = { count = var.decode_count, first = 70, memory = var.memory.decode }
-    router  = { count = var.router_count, first = 130, memory = var.memory.router }
+    prefill = { count = var.prefill_count, first = 10, memory = var.memory.prefill, cpu_shares = 1024 }
+    decode  = { count = var.decode_count, first = 70, memory = var.memory.decode, cpu_shares = 1024 }
+    router  = { count = var.router_count, first = 130, memory = var.memory.router, cpu_shares = 8192 }
   }
 
   ingress_host = "${var.name}-router-1"
@@ -18,9 +19,10 @@ locals {
   hosts = merge([
     for role, pool in local.roles : {
       for i in range(pool.count) : "${var.name}-${role}-${i + 1}" => {
-        role    = role
-        address = cidrhost(var.subnet, pool.first + i)
-        memory  = pool.memory
+        role       = role
+        address    = cidrhost(var.subnet, pool.first + i)
+        memory     = pool.memory
+        cpu_shares = pool.cpu_shares
       }
     }
   ]...)
@@ -72,11 +74,12 @@ resource "terraform_data" "host" {
     models     = local.models_dir
     shm_size   = var.shm_size
     memory     = each.value.memory
+    cpu_shares = each.value.cpu_shares
     publish    = each.key == local.ingress_host ? "${var.ingress_host}:${var.ingress_port}:${local.ingress_container_port}" : ""
   }
   triggers_replace = [
-    terraform_data.network.id, each.value.address, each.value.memory, var.image, local.wheelhouse_dir, local.models_dir,
-    var.shm_size, each.key == local.ingress_host ? [var.ingress_host, var.ingress_port] : [],
+    terraform_data.network.id, each.value.address, each.value.memory, each.value.cpu_shares, var.image, local.wheelhouse_dir,
+    local.models_dir, var.shm_size, each.key == local.ingress_host ? [var.ingress_host, var.ingress_port] : [],
   ]
 
   provisioner "local-exec" {
@@ -92,6 +95,7 @@ resource "terraform_data" "host" {
       MODELS     = self.input.models
       SHM_SIZE   = self.input.shm_size
       MEMORY     = self.input.memory
+      CPU_SHARES = self.input.cpu_shares
       PUBLISH    = self.input.publish
     }
   }

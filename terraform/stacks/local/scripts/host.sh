@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Boots or removes one host: a container that runs systemd.
-# ACTION=create|destroy HOST=name; for create NETWORK ADDRESS IMAGE WHEELHOUSE MODELS SHM_SIZE, and MEMORY, PUBLISH or empty.
+# ACTION=create|destroy HOST=name; for create NETWORK ADDRESS IMAGE WHEELHOUSE MODELS SHM_SIZE
+# CPU_SHARES, and MEMORY, PUBLISH or empty.
 source "$(dirname "$0")/common.sh"
 : "${ACTION:?create or destroy}" "${HOST:?name of the host}"
 boot_timeout_s=60
@@ -14,7 +15,7 @@ create() {
 
   # A container of this name is a left-over of an apply that was cut short: the state knows nothing of it.
   podman rm -f -t 2 "$HOST" >/dev/null 2>&1 || true
-  args=(--name "$HOST" --hostname "$HOST" --network "$NETWORK" --ip "$ADDRESS" --shm-size "$SHM_SIZE"
+  args=(--name "$HOST" --hostname "$HOST" --network "$NETWORK" --ip "$ADDRESS" --shm-size "$SHM_SIZE" --cpu-shares "$CPU_SHARES"
     --systemd=always --privileged --stop-timeout 10
     --volume "$WHEELHOUSE:/srv/wheelhouse:ro" --volume "$MODELS:/srv/models:ro")
   [ -z "${MEMORY:-}" ] || args+=(--memory "$MEMORY")
