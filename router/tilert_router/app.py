@@ -93,9 +93,12 @@ class Router:
         """One chat or text completion."""
         key = self.keys.check(http.headers.get("Authorization"))
         body = parse_body(await http.read())
+        if self.config.logs.prompts:
+            log.info("request", extra={"key": key.name, "body": body})
         request = resolve(kind, body, self.config.model, self._defaults)
         policy, wait_s = self._policy(http, key, request)
-        if policy is Policy.NATIVE or (request.unserved and policy is Policy.TILERT_THEN_NATIVE):
+        overflow = policy is Policy.TILERT_THEN_NATIVE and (request.unserved or self._too_long(key, wait_s))
+        if policy is Policy.NATIVE or overflow:
             return await self._native(http, key, request)
         if request.unserved:
             raise bad_request(
@@ -119,6 +122,11 @@ class Router:
         if chosen.policy is Policy.TILERT_THEN_NATIVE:
             wait_s = min(wait_s, max(chosen.max_wait_s, 0.001))
         return chosen.policy, wait_s
+
+    def _too_long(self, key: Key, wait_s: float) -> bool:
+        """Whether waiting for a decode node is expected to take longer than `wait_s`."""
+        expected = self.pool.expected_wait_s(self.pool.queue.ahead(key.priority))
+        return expected is not None and expected > wait_s
 
     async def _native(self, http: web.Request, key: Key, request: Request) -> web.StreamResponse:
         self.keys.enter(key)
@@ -149,7 +157,9 @@ class Router:
                 outcome = generation.finish_reason
                 return answer
             finally:
-                self.metrics.tokens.inc(generation.usage()["completion_tokens"])
+                usage = generation.usage()
+                self.metrics.tokens.inc(usage["completion_tokens"])
+                self.keys.charge(key, usage["total_tokens"])
                 generation.close()
         except ApiError as error:
             outcome = str(error.status)

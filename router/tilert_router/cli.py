@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilert_router.config import ConfigError, load
+from tilert_router.config import ConfigError, load, reference_markdown
 from tilert_router.fields import table_markdown
 from tilert_router.parsing import load_parsing
 
@@ -19,9 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, text in (("serve", "run a router"), ("check", "check a configuration and the files it names")):
         commands.add_parser(name, help=text).add_argument("config", type=Path, metavar="CONFIG.yaml")
     commands.add_parser("fields", help="print what becomes of each request field")
+    commands.add_parser("keys", help="print every key of the configuration with its default")
     arguments = parser.parse_args(argv)
     if arguments.command == "fields":
         print(table_markdown(), end="")
+        return 0
+    if arguments.command == "keys":
+        print(reference_markdown(), end="")
         return 0
     try:
         config = load(arguments.config)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vllm_tilert.wire.address import check_host
+from vllm_tilert.wire.api import CONTROL_PORT
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FAST_SUFFIX = "-fast"
@@ -28,22 +30,12 @@ def _url(value: str) -> str:
         raise ValueError("has a bad port; write http://HOST:PORT") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("is not a URL; write http://HOST:PORT (an IPv6 address in brackets)")
+    check_host(parts.hostname)
     if parts.username or parts.query or parts.fragment:
         raise ValueError("must be only scheme, host and port; put secrets into secrets.*_file")
     if parts.path not in ("", "/"):
         raise ValueError("must not have a path; the router appends /v1/...")
     return value.rstrip("/")
-
-
-def _host(value: str) -> str:
-    if value.startswith("[") or value.endswith("]"):
-        raise ValueError("must not be in brackets; write the bare IPv6 address")
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", value):
-            raise ValueError("is neither an IP address nor a host name") from None
-    return value
 
 
 def _name(value: str) -> str:
@@ -53,30 +45,34 @@ def _name(value: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(_url)]
-Host = Annotated[str, AfterValidator(_host)]
+Host = Annotated[str, AfterValidator(check_host)]
 Name = Annotated[str, AfterValidator(_name)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Listen(_Section):
-    """Where a server listens; port 0 takes a free one."""
+    """Where a server listens."""
 
     host: Host = "127.0.0.1"
+    """Address to bind."""
     port: Port = 8080
+    """0 takes a free one."""
 
 
 class Model(_Section):
     """What clients see and what the prefill nodes call it."""
 
     name: Annotated[str, Field(min_length=1)]
+    """The id clients use; NAME-fast is its alias for the latency class."""
     tokenizer: Path
     """Folder with tokenizer.json, and generation_config.json where the model has one."""
     max_model_len: Annotated[int, Field(ge=2)]
+    """Tokens of prompt and answer together; the same as on the prefill and decode nodes."""
     served_name: str | None = None
     """The model's name on the prefill nodes, where it differs from `name`."""
     max_top_k: Annotated[int, Field(ge=1)] = 256
@@ -92,16 +88,22 @@ class Prefill(_Section):
     """One vLLM that prefills and hands off."""
 
     name: Name
+    """In logs; never shown to clients."""
     url: Url
+    """`http://HOST:PORT`."""
 
 
 class Decode(_Section):
     """One decode node: `url` for the router, `host` and `ctrl_port` for the senders."""
 
     name: Name
+    """In logs and the admin interface."""
     url: Url
+    """`http://HOST:PORT` of its HTTP interface."""
     host: Host
-    ctrl_port: Annotated[int, Field(ge=1, le=65535)] = 5556
+    """Where senders find it: an address or a name, as the connector's allow-list has it."""
+    ctrl_port: Annotated[int, Field(ge=1, le=65535)] = CONTROL_PORT
+    """Where senders dial."""
     stock: bool = False
     """A stock TileRT decode server, which has no reservations: one router only."""
 
@@ -110,7 +112,9 @@ class Native(_Section):
     """One OpenAI endpoint that takes what TileRT does not."""
 
     name: Name
+    """In logs."""
     url: Url
+    """`http://HOST:PORT`; /v1/... is appended."""
     served_name: str | None = None
     """The model's name there, where it differs from `model.name`."""
 
@@ -119,14 +123,18 @@ class Secrets(_Section):
     """Files, never values: what is read from them is never logged."""
 
     decode_file: Path | None = None
+    """The shared secret of the decode nodes."""
     prefill_file: Path | None = None
+    """The API key of the prefill nodes' vLLM."""
     native_file: Path | None = None
+    """The API key of the native pool, sent in place of the client's."""
 
 
 class Queue(_Section):
     """Bounds of waiting."""
 
     max_waiting: Annotated[int, Field(ge=0)] = 1024
+    """Requests that may wait; beyond it 429 with Retry-After."""
     timeout_s: Seconds = 300
     """How long a request may wait for a decode node."""
 
@@ -135,8 +143,11 @@ class Timeouts(_Section):
     """Bounds of each phase, in seconds."""
 
     connect_s: Seconds = 3
+    """To any upstream."""
     reserve_s: Seconds = 5
+    """Longest wait for a node's answer to a reservation or a status call."""
     prefill_s: Seconds = 120
+    """Longest prefill."""
     handoff_s: Seconds = 30
     """From the first token to the open decode leg."""
     stall_s: Seconds = 60
@@ -163,6 +174,7 @@ class LatencyClass(_Section):
     """How one latency class is served."""
 
     policy: Policy
+    """tilert, tilert_then_native or native."""
     max_wait_s: Annotated[float, Field(ge=0)] = 5
     """With tilert_then_native: expected waiting above this goes to the native pool."""
 
@@ -178,6 +190,7 @@ class Limits(_Section):
     """Sizes the router accepts."""
 
     body_bytes: Annotated[int, Field(ge=1024)] = 32 << 20
+    """Largest request body; beyond it 413."""
     retries: Annotated[int, Field(ge=0)] = 1
     """Fresh attempts (new handoff id, new prefill) before the first token, after the first one failed."""
 
@@ -186,6 +199,7 @@ class Logs(_Section):
     """Logging: one JSON line per event."""
 
     level: Annotated[str, Field(pattern="^(debug|info|warning|error)$")] = "info"
+    """debug, info, warning or error."""
     prompts: bool = False
     """Log request bodies. Off: no line carries prompt text."""
 
@@ -194,7 +208,9 @@ class Tracing(_Section):
     """OpenTelemetry over OTLP/HTTP; null endpoint: off."""
 
     endpoint: str | None = None
+    """The collector's address for traces, such as http://HOST:4318/v1/traces."""
     service_name: str = "tilert-router"
+    """Its `service.name`."""
 
 
 class Config(_Section):
@@ -208,6 +224,7 @@ class Config(_Section):
     native: tuple[Native, ...] = ()
     secrets: Secrets = Secrets()
     keys_file: Path | None = None
+    """API keys (see `tilert_router.keys`); null: no authentication."""
     queue: Queue = Queue()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
@@ -215,6 +232,7 @@ class Config(_Section):
     logs: Logs = Logs()
     tracing: Tracing = Tracing()
     prefill_ahead: bool = True
+    """Prefill the next request while a node decodes, when there is a queue."""
     only_router: bool = False
     """True: no other router uses these decode nodes. Required with stock decode servers."""
 
@@ -321,3 +339,29 @@ def load(path: Path) -> Config:
 def read_secret(path: Path | None) -> str | None:
     """The secret in a file, without surrounding white space; None for no file."""
     return None if path is None else path.read_text().strip()
+
+
+def reference_markdown() -> str:
+    """Every key of the file with its default and meaning, as the docs show it."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            inner, path = field.annotation, f"{prefix}{name}"
+            kinds = [inner, *get_args(inner)]
+            found = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+            if found is not None:
+                many = get_origin(inner) is tuple
+                walk(found, f"{path}[]." if many else f"{path}.")
+                continue
+            default = "required" if field.is_required() else _shown(field.default)
+            lines.append(f"| `{path}` | {default} | {' '.join((field.description or '').split())} |")
+
+    walk(Config, "")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)

@@ -137,7 +137,7 @@ TABLE: Final[tuple[Row, ...]] = (
         ("reasoning", _is(True, False)),
     ),
     Row("parallel_tool_calls", _R, "false shows the first call only, as in vLLM", kinds=_CHAT),
-    Row("stream_interval", _N, "1 is served", _is(1)),
+    Row("stream_interval", _R, "tokens a chunk has at least, but for the first and the last"),
     Row("temperature", _S, "0 is greedy; left out: generation_config.json, then 1.0"),
     Row("top_p", _S, "left out: generation_config.json, then 1.0"),
     Row("top_k", _S, "0, -1 and values above model.max_top_k become model.max_top_k"),

@@ -36,6 +36,7 @@ _STATUS: Final = {
     ErrorCode.NOT_RESERVED: 503,
     decode.UNREACHABLE: 503,
 }
+_LONGEST_RETRY_S: Final = 300.0
 _EXPECTED_TOKENS: Final = 512
 """Cost of a request that says no length, for fairness between keys."""
 
@@ -107,14 +108,20 @@ class Generation:
                     self.finish_reason = "stop"
             return
         stream, lease = self._stream, self._lease
+        # As in vLLM: the first chunk leaves at once, later ones with at least so many tokens, the last with the rest.
+        interval, shown, text, kept = self.request.stream_interval, False, "", list[int]()
 
         def accept(burst: list[int]) -> bool:
+            nonlocal shown, text, kept
             lease.remaining -= len(burst)
-            text = output.push(burst)
-            room = sink.show(text, output.kept) if text or output.kept else True
+            text += output.push(burst)
+            kept += output.kept
             if output.stopped:
                 stream.stop()
-            return room
+            elif shown and len(kept) < interval:
+                return True
+            whole, tokens, text, kept, shown = text, kept, "", [], True
+            return sink.show(whole, tokens) if whole or tokens else True
 
         try:
             done = await stream.run(accept, sink.drain, stall_s, keepalive_s, sink.silent)
@@ -145,8 +152,9 @@ class Generation:
             raise ApiError(502, "Decoding failed (the answer is not whole).", code="answer_mismatch")
         self.finish_reason = done.finish_reason
         self._ended_by_eos = done.finish_reason == "stop"
-        if rest := output.flush():
-            sink.show(rest, [])
+        text += output.flush()
+        if text or kept:
+            sink.show(text, kept)
 
     def close(self) -> None:
         """Over, however it ended: a decode that still runs is cancelled."""
@@ -217,13 +225,18 @@ class Generator:
         try:
             return await (self._pool.reacquire(ticket) if attempt else self._pool.acquire(ticket))
         except QueueFull:
-            raise overloaded("Too many requests are waiting.", wait_s / 10) from None
+            raise overloaded("Too many requests are waiting.", self._retry_after_s(wait_s)) from None
         except TimeoutError:
             if failed is not None:
                 raise failed from None
             raise overloaded(
-                "No decode node became free in time.", wait_s / 10, code="queue_timeout"
+                "No decode node became free in time.", self._retry_after_s(wait_s), code="queue_timeout"
             ) from None
+
+    def _retry_after_s(self, wait_s: float) -> float:
+        """When those who wait now will have been served; a tenth of the wait where no pace is known."""
+        expected = self._pool.expected_wait_s(len(self._pool.queue))
+        return wait_s / 10 if expected is None else min(expected, _LONGEST_RETRY_S)
 
     async def _attempt(
         self, request: Request, lease: Lease, avoid: set[str], trace: dict[str, str]

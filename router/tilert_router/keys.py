@@ -1,6 +1,6 @@
 """API keys: a YAML file of SHA-256 hashes with what each key may do.
 
-    - {name: alice, sha256: <64 hex digits>, class: fast, priority: 0, max_concurrent: 4}
+    - {name: alice, sha256: <64 hex digits>, class: fast, priority: 0, max_concurrent: 4, tokens_per_minute: 100000}
 
 `printf %s KEY | sha256sum` makes the hash. The keys themselves are stored nowhere.
 """
@@ -8,6 +8,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +31,9 @@ class Key(BaseModel):
     latency_class: Annotated[Literal["standard", "fast"] | None, Field(alias="class")] = None
     priority: int = 0
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Prompt and answer of what TileRT serves, over time: a minute's worth may be used at once. Counted when an
+    answer ends, so the last one before the limit is always whole."""
 
 
 ANYBODY = Key(name="anybody", sha256="0" * 64)
@@ -37,8 +43,11 @@ ANYBODY = Key(name="anybody", sha256="0" * 64)
 class Keys:
     """Who may ask, and how many of each client's requests are under way."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
+        self._clock = clock
+        self._spent: dict[str, tuple[float, float]] = {}
+        """Tokens of each name that have not been paid back yet, and when that was."""
         self._keys: dict[str, Key] = {}
         self._running: dict[str, int] = {}
         self.reload()
@@ -77,7 +86,27 @@ class Keys:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": "1"},
             )
+        if key.tokens_per_minute is not None:
+            over = self._debt(key) - key.tokens_per_minute
+            if over >= 0:
+                wait_s = (over + 1) * 60 / key.tokens_per_minute
+                raise ApiError(
+                    429,
+                    f"This key may use {key.tokens_per_minute} tokens a minute.",
+                    code="rate_limit_exceeded",
+                    headers={"Retry-After": str(math.ceil(wait_s))},
+                )
         self._running[key.name] = running + 1
+
+    def _debt(self, key: Key) -> float:
+        spent, since = self._spent.get(key.name, (0.0, 0.0))
+        paid = (self._clock() - since) * (key.tokens_per_minute or 0) / 60
+        return max(0.0, spent - paid)
+
+    def charge(self, key: Key, tokens: int) -> None:
+        """Count the tokens of an answer that has ended."""
+        if key.tokens_per_minute is not None:
+            self._spent[key.name] = (self._debt(key) + tokens, self._clock())
 
     def leave(self, key: Key) -> None:
         """Count a request out."""

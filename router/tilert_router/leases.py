@@ -25,6 +25,8 @@ _FIRST_RETRY_S: Final = 0.002
 _LAST_RETRY_S: Final = 0.1
 _PROBE_S: Final = 1.0
 _DOWN_PROBE_S: Final = 0.25
+_SERVICE_WEIGHT: Final = 0.1
+"""Of the newest service time in the running mean."""
 
 
 class NodeState(StrEnum):
@@ -74,6 +76,7 @@ class Lease:
     """Set once no earlier lease of this router is on the node."""
     settling: bool = False
     released: bool = False
+    granted: float = 0.0
     prefilled: bool = False
     """A prefill has been sent, so that state may arrive."""
 
@@ -111,6 +114,7 @@ class Node:
     retry_at: float = 0.0
     retry_s: float = _FIRST_RETRY_S
     last_used: float = 0.0
+    last_released: float = 0.0
     leases: dict[str, Lease] = field(default_factory=dict)
     fault: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,6 +180,8 @@ class Pool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.service_s: float | None = None
+        """Running mean of the time that one request keeps a node from the next; None before the first."""
         self._loop = asyncio.get_running_loop()
 
     # Nodes
@@ -308,6 +314,7 @@ class Pool:
             node.busy_elsewhere = False
             node.retry_s = _FIRST_RETRY_S
             lease.reservation = reservation
+            lease.granted = self._loop.time()
             if not node.leases:
                 lease.front.set()
             node.leases[lease.rid] = lease
@@ -316,6 +323,15 @@ class Pool:
             else:
                 ticket.future.set_result(lease)
         self.kick()
+
+    def expected_wait_s(self, ahead: int) -> float | None:
+        """How long a request behind `ahead` waiting ones would wait at the observed pace; None when not known yet."""
+        serving = [n for n in self.nodes.values() if n.known and not (n.down or n.draining or n.retired)]
+        if not ahead and any(n.usable() and not n.leases and not n.busy_elsewhere for n in serving):
+            return 0.0
+        if self.service_s is None or not serving:
+            return None
+        return (ahead + 1) * self.service_s / len(serving)
 
     def _back(self, ticket: Ticket) -> None:
         if not ticket.future.done():
@@ -342,6 +358,12 @@ class Pool:
         lease.released = True
         node = lease.node
         node.leases.pop(lease.rid, None)
+        if lease.opened:
+            now = self._loop.time()
+            took = now - max(lease.granted, node.last_released)
+            node.last_released = now
+            mean = took if self.service_s is None else self.service_s
+            self.service_s = mean + _SERVICE_WEIGHT * (took - mean)
         first = next(iter(node.leases.values()), None)
         if first is not None:
             first.front.set()

@@ -129,6 +129,15 @@ class FairQueue:
             del self._levels[ticket.priority]
         return True
 
+    def ahead(self, priority: int) -> int:
+        """Waiting requests that a new one of this priority would not overtake."""
+        return sum(
+            len(line)
+            for other, level in self._levels.items()
+            if other <= priority
+            for line in level.lines.values()
+        )
+
     def depths(self) -> dict[str, int]:
         """Waiting requests of each key."""
         found: dict[str, int] = {}

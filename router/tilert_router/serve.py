@@ -6,9 +6,7 @@ import asyncio
 import gc
 import json
 import logging
-import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +15,7 @@ from aiohttp import web
 
 from tilert_router.app import Router
 from tilert_router.config import Config, ConfigError, Listen, load
+from vllm_tilert.wire.notify import sd_notify
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +45,6 @@ def set_up_logging(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
-
-
-def sd_notify(message: str) -> None:
-    """Tell systemd, where it asked to be told."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if path:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-            notify.sendto(message.encode(), "\0" + path[1:] if path.startswith("@") else path)
 
 
 async def _listen(runner: web.AppRunner, where: Listen) -> None:

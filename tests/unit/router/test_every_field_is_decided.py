@@ -20,7 +20,6 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "tool_choice": ("auto", "none"),
     "tools": ([{"type": "function", "function": {"name": "f"}}], None),
     "include_reasoning": (False, True),
-    "stream_interval": (4, 1),
     "return_prompt_text": (True, False),
     "truncate_prompt_tokens": (-1, 5),
     "frequency_penalty": (0.5, 0),

@@ -50,7 +50,7 @@ def test_what_no_client_may_set_is_removed(field: str) -> None:
 
 
 UNSERVED: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "stream_interval": 4, "return_prompt_text": True,
+    "tools": [{"type": "function", "function": {"name": "f"}}], "return_prompt_text": True,
     "include_reasoning": False, "frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1,
     "min_p": 0.1, "seed": 7, "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1,
     "n": 2, "best_of": 2, "use_beam_search": True, "min_tokens": 5, "ignore_eos": True, "allowed_token_ids": [1],

@@ -1,0 +1,144 @@
+"""Token rates, expected waits and Retry-After come from what was measured, not from constants."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilert_router.config import ConfigError, load, parse, reference_markdown
+from tilert_router.decode import Reservation
+from tilert_router.errors import ApiError
+from tilert_router.keys import Keys
+from tilert_router.leases import Bounds, Pool
+from tilert_router.queue import FairQueue, Ticket
+from vllm_tilert.wire.notify import sd_notify
+
+ROOT = Path(__file__).parents[3]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_token_rate_holds_over_time_and_says_when_to_come_back(tmp_path: Path) -> None:
+    hashed = hashlib.sha256(b"k").hexdigest()
+    (tmp_path / "keys").write_text(f"- {{name: a, sha256: {hashed}, tokens_per_minute: 600}}")
+    clock = Clock()
+    keys = Keys(tmp_path / "keys", clock)
+    key = keys.check("Bearer k")
+    used = 0
+    for second in range(600):  # somebody who always asks as soon as it is allowed
+        clock.now = 1000.0 + second
+        try:
+            keys.enter(key)
+        except ApiError as error:
+            wait_s = int(error.headers["Retry-After"])
+            clock.now += wait_s
+            keys.enter(key)  # after that time it is
+            clock.now -= wait_s
+            keys.leave(key)
+            continue
+        keys.leave(key)
+        keys.charge(key, 200)
+        used += 200
+    assert 600 * 10 <= used <= 600 * 10 + 600 + 200
+    clock.now += 3600
+    assert keys._debt(key) == 0
+
+
+class Node:
+    """Grants everything."""
+
+    async def reserve(self, rid: str, *, ahead: bool, ttl_s: float, timeout_s: float) -> Reservation:
+        return Reservation(rid, 0, 1, ahead)
+
+    async def cancel(self, rid: str, timeout_s: float) -> bool:
+        return True
+
+    async def status(self, timeout_s: float) -> dict[str, Any]:
+        return {"status": "idle", "slots": [{"state": "free"}, {"state": "free"}]}
+
+
+async def test_the_expected_wait_is_the_observed_pace_times_those_ahead() -> None:
+    loop = asyncio.get_running_loop()
+    pool = Pool(FairQueue(100), Bounds())
+    assert pool.expected_wait_s(0) is None  # no node yet
+    for name in "ab":
+        pool.add(name, "127.0.0.1", 5556, Node())
+    await asyncio.sleep(0.05)
+    assert pool.expected_wait_s(0) == 0.0
+    assert pool.expected_wait_s(3) is None
+
+    def ticket() -> Ticket:
+        return Ticket("k", 0, 1, loop.time() + 10, loop.create_future())
+
+    for _ in range(3):
+        leases = [await pool.acquire(ticket()) for _ in range(2)]
+        for lease in leases:
+            lease.opened = True
+        await asyncio.sleep(0.1)
+        for lease in leases:
+            lease.finish()
+    assert pool.service_s == pytest.approx(0.1, rel=0.5)
+    assert pool.expected_wait_s(9) == pytest.approx(10 * pool.service_s / 2)
+    await pool.close()
+
+
+def test_who_would_be_overtaken_does_not_count() -> None:
+    queue = FairQueue(100)
+    loop = asyncio.new_event_loop()
+    for priority in (0, 0, 5, -1):
+        queue.push(Ticket("k", priority, 1, 0.0, loop.create_future()))
+    loop.close()
+    assert [queue.ahead(priority) for priority in (-2, -1, 0, 5)] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("host", ["[::1]", "http://x", "10.0.0", "a b", "-x", ""])
+def test_hosts_are_checked_as_everywhere_else(host: str) -> None:
+    text = f"""
+model: {{name: m, tokenizer: /t, max_model_len: 2048}}
+prefill: [{{name: p, url: "http://127.0.0.1:8000"}}]
+decode: [{{name: d, url: "http://127.0.0.1:5557", host: "{host}"}}]
+"""
+    with pytest.raises(ConfigError, match=r"decode\[0\].host"):
+        parse(text)
+
+
+def test_a_name_and_an_ipv6_address_are_hosts() -> None:
+    text = """
+model: {name: m, tokenizer: /t, max_model_len: 2048}
+prefill: [{name: p, url: "http://[fd00::1]:8000"}]
+decode: [{name: d, url: "http://decode-1.rack:5557", host: "fd00:0::2"}, {name: e, url: "http://e:1", host: E.rack}]
+"""
+    config = parse(text)
+    assert [node.host for node in config.decode] == ["fd00::2", "e.rack"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(Path("/nowhere/router.yaml"))
+
+
+def test_the_docs_show_every_key_with_its_meaning() -> None:
+    table = reference_markdown()
+    assert (ROOT / "docs/router.md").read_text().count(table) == 1
+    for line in table.splitlines()[2:]:
+        assert line.split("|")[3].strip(), f"no meaning: {line}"
+
+
+def test_systemd_is_told_where_it_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    sd_notify("READY=1")
+    for name in (str(tmp_path / "notify"), f"@tilert-test-{os.getpid()}"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+            systemd.bind("\0" + name[1:] if name.startswith("@") else name)
+            systemd.settimeout(2)
+            monkeypatch.setenv("NOTIFY_SOCKET", name)
+            sd_notify("READY=1")
+            assert systemd.recv(100) == b"READY=1"
