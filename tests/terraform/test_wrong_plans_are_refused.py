@@ -150,7 +150,9 @@ def test_a_mutated_module_is_rejected(
     (folder / "main.tf").write_text(source.replace(old, new, 1))
     assert workspace.terraform(folder, "init", "-input=false").code == 0
     # What hangs on a variable inside a dynamic block is seen by `test`, not by `validate`.
-    results = [workspace.terraform(folder, command) for command in ("validate", "test")]
-    assert any(result.code != 0 for result in results)
-    said = " ".join(result.said for result in results).replace('\\"', '"')
-    assert words in said, said
+    for command in ("validate", "test"):
+        result = workspace.terraform(folder, command)
+        said = result.said.replace('\\"', '"')
+        if result.code != 0 and words in said:
+            return
+    pytest.fail(f"not refused with {words!r}: {said}")
