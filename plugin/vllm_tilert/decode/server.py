@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 
 import torch
@@ -26,14 +25,6 @@ from vllm_tilert.staging import free_bytes
 from vllm_tilert.transports.base import TransportUnavailable, make_transport
 
 log = logging.getLogger(__name__)
-
-
-def sd_notify(message: str) -> None:
-    """Tell systemd, where it asked to be told."""
-    path = os.environ.get("NOTIFY_SOCKET")
-    if path:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-            notify.sendto(message.encode(), "\0" + path[1:] if path.startswith("@") else path)
 
 
 def check_regions(config: DecodeConfig, layout: Layout) -> None:
