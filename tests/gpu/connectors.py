@@ -31,7 +31,8 @@ ENDED: list[Ended] = []
 OWN: dict[str, dict[str, torch.Tensor]] = {}
 TOGETHER: list[int] = []
 """How many claimed requests each step opened."""
-KEEP = False
+KEEP, WATCH = False, False
+"""Whether to keep vLLM's own state, and to watch for the forward's end."""
 
 
 def ordered(caches: dict[str, torch.Tensor], index: bool) -> list[torch.Tensor]:
@@ -73,7 +74,7 @@ def landed_state(path: Path, layers: int, segments: list[int]) -> dict[str, torc
 def timed(hook: str, counts: bool = True):
     began = time.perf_counter()
     yield
-    if counts:
+    if counts and not WATCH:
         TIMES.setdefault(hook, []).append(1e3 * (time.perf_counter() - began))
 
 
@@ -82,6 +83,16 @@ class Watched(TileRTConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
+        assert self._worker is not None
+        gatherer = self._worker._gatherer
+        assert gatherer is not None
+        gather = gatherer.gather
+
+        def timed_gather(*arguments: Any) -> Any:
+            with timed("gather: launch"):
+                return gather(*arguments)
+
+        gatherer.gather = timed_gather
         self._caches = kv_caches
         self._orders: dict[str, Any] = {}
 
@@ -98,7 +109,7 @@ class Watched(TileRTConnector):
     def wait_for_save(self) -> None:
         plan = self._plan
         whole = [p for p in plan.progress if p.computed == self._orders[p.req_id].seq_len]
-        if whole:
+        if whole and WATCH:
             ENDED.append(Ended())
         with timed("gather", bool(plan.progress)):
             super().wait_for_save()
@@ -122,7 +133,7 @@ def watched_stock() -> type:
         def wait_for_save(self) -> None:
             metadata = self._get_connector_metadata()
             busy = isinstance(metadata, TileRTMetadata) and bool(metadata.requests)
-            if busy:
+            if busy and WATCH:
                 ENDED.append(Ended())
             with timed("gather", busy):
                 super().wait_for_save()

@@ -29,6 +29,7 @@ from typing import Any
 HOST = "127.0.0.1"
 ROLES = (
     "prefill:dsv32:ours:nixl",
+    "prefill:dsv32:none:none",
     "prefill:dsv32:stock:nixl",
     "prefill:dsv32:ours:mooncake",
     "prefill:dsv32:stock:mooncake",
@@ -39,7 +40,7 @@ ROLES = (
 PAIRS = ((1000, 1000), (5, 64), (65, 2000), (63, 128), (1500, 700), (1000, 1000), (4097, 9000), (12000, 300))
 CONTINUED = (5, 64, 65, 300, 1000, 2000)
 TIMED = (1000, 4000, 8000, 12000)
-REPEAT = 9
+REPEAT = 8
 STEPS = 33
 
 
@@ -132,14 +133,16 @@ def prefill(models: Path, folder: Path, model: str, kind: str, transport: str) -
     llm = engine(models / model, transfer)
     print(f"engine up after {time.time() - began:.0f} s", flush=True)
     rng = random.Random(f"{model} {kind} {transport}")
+    claims = Claims(peer)
     with turn(folder):
         if kind == "ours" and transport == "nixl":
             try:
-                compare(llm, peer, rng, model, dumps)
+                compare(llm, claims, rng, model, dumps)
             finally:
                 (dumps / "all.json").touch()
-        if peer is not None and model == "dsv32":
-            measure(llm, peer, rng, f"{kind}:{transport}", kind)
+    if model == "dsv32":
+        with turn(folder):
+            measure(llm, claims, rng, f"{kind}:{transport}", kind)
     if peer is not None:
         peer.close()
     os._exit(0)
@@ -149,28 +152,28 @@ class Claims:
     """Claimed requests towards one node of ours."""
 
     def __init__(self, peer: Any) -> None:
-        self._peer = peer
+        self.peer = peer
         self._number = 0
 
     def next(self) -> tuple[str, dict[str, Any]]:
         self._number += 1
         rid = f"{os.getpid():08x}{self._number:024x}"
-        generation = self._peer.reserve(rid)
+        generation = self.peer.reserve(rid)
         return rid, {
             "tilert_host": HOST,
-            "tilert_ctrl_port": self._peer.port,
+            "tilert_ctrl_port": self.peer.port,
             "tilert_rid": rid,
             "tilert_generation": generation,
         }
 
 
-def compare(llm: Any, peer: Any, rng: random.Random, model: str, dumps: Path) -> None:
+def compare(llm: Any, claims: Claims, rng: random.Random, model: str, dumps: Path) -> None:
     import torch
 
     from gpu import connectors
     from gpu.nodes import LAYERS
 
-    layers, claims = LAYERS[model], Claims(peer)
+    layers, peer = LAYERS[model], claims.peer
     connectors.KEEP = True
     states = equal = 0
 
@@ -222,51 +225,56 @@ def compare(llm: Any, peer: Any, rng: random.Random, model: str, dumps: Path) ->
     result(model=model, layers=layers, states=states, byte_equal=equal, opened_in_one_step=together)
 
 
-def measure(llm: Any, peer: Any, rng: random.Random, name: str, kind: str) -> None:
+def measure(llm: Any, claims: Claims, rng: random.Random, name: str, kind: str) -> None:
+    """Alternately an ordinary prefill, a claimed one whose hooks are timed, and a claimed one whose end is
+    watched: the thread that waits for it is in the way of the hooks."""
     from gpu import connectors
 
-    claims = Claims(peer)
+    peer = claims.peer
     for length in TIMED:
-        plain, claimed, ready = [], [], []
-        connectors.TIMES.clear()
+        plain: list[float] = []
+        claimed: list[float] = []
         timing: dict[str, list[float]] = {}
+        connectors.TIMES.clear()
         for repeat in range(REPEAT):
-            prompt = prompt_of(rng, length)
             began = time.perf_counter()
-            ask(llm, [prompt], [None], 1)
+            ask(llm, [prompt_of(rng, length)], [None], 1)
             plain.append(1e3 * (time.perf_counter() - began))
-            prompt = prompt_of(rng, length)
-            rid, params = None, {"tilert_host": HOST, "tilert_ctrl_port": peer.port}
-            if kind == "ours":
-                rid, params = claims.next()
-            connectors.ENDED.clear()
-            if repeat == 2:
-                connectors.TIMES.clear()
-            began = time.perf_counter()
-            ask(llm, [prompt], [params], 1)
-            claimed.append(1e3 * (time.perf_counter() - began))
-            told = peer.ready(rid)
-            (ended,) = connectors.ENDED
-            ended.thread.join()
-            ready.append(1e3 * (told["ready"] - ended.at))
-            if kind == "ours":
-                timing.setdefault("done after end", []).append(1e3 * (told["done"] - ended.at))
-            for key, value in told["timing"].items():
-                timing.setdefault(key, []).append(value)
-        mid = lambda values: round(statistics.median(values[2:]), 3)  # noqa: E731
-        result(
-            run=name,
-            tokens=length,
-            prefill_ms=mid(plain),
-            claimed_ms=mid(claimed),
-            added_ms=round(statistics.median(b - a for a, b in zip(plain[2:], claimed[2:], strict=True)), 3),
-            ready_after_end_ms=mid(ready),
-            forward_thread_ms={
-                hook: [round(statistics.median(v), 3), round(max(v), 3), len(v)]
-                for hook, v in connectors.TIMES.items()
-            },
-            timing={key: mid(value) for key, value in timing.items()},
-        )
+            for watched in (False, True) if peer is not None else ():
+                prompt = prompt_of(rng, length)
+                rid, params = None, {"tilert_host": HOST, "tilert_ctrl_port": peer.port}
+                if kind == "ours":
+                    rid, params = claims.next()
+                connectors.WATCH = watched
+                connectors.ENDED.clear()
+                began = time.perf_counter()
+                ask(llm, [prompt], [params], 1)
+                took = 1e3 * (time.perf_counter() - began)
+                told = peer.ready(rid)
+                if repeat < 2:
+                    connectors.TIMES.clear()
+                elif watched:
+                    (ended,) = connectors.ENDED
+                    ended.thread.join()
+                    timing.setdefault("ready after end", []).append(1e3 * (told["ready"] - ended.at))
+                    for key, value in told["timing"].items():
+                        timing.setdefault(key, []).append(value)
+                    if kind == "ours":
+                        timing.setdefault("done after end", []).append(1e3 * (told["done"] - ended.at))
+                else:
+                    claimed.append(took)
+        plain = plain[2:]
+        mid = lambda values: round(statistics.median(values), 3)  # noqa: E731
+        said: dict[str, Any] = {"run": name, "tokens": length, "prefill_ms": mid(plain)}
+        if claimed:
+            said["claimed_ms"] = mid(claimed)
+            said["added_ms"] = mid([b - a for a, b in zip(plain, claimed, strict=True)])
+            # median, worst, number of steps
+            said["forward_thread_ms"] = {
+                hook: [mid(v), round(max(v), 3), len(v)] for hook, v in sorted(connectors.TIMES.items())
+            }
+            said["timing_ms"] = {key: mid(value) for key, value in timing.items()}
+        result(**said)
 
 
 def oracle(models: Path, folder: Path, model: str) -> None:

@@ -21,6 +21,7 @@ from vllm_tilert.connector.config import ConnectorConfig
 from vllm_tilert.connector.plan import StepPlan
 from vllm_tilert.connector.register import register
 from vllm_tilert.connector.scheduler import HandoffScheduler
+from vllm_tilert.connector.steps import HandoffSteps
 from vllm_tilert.connector.worker import HandoffWorker
 
 
@@ -44,12 +45,14 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._scheduler: HandoffScheduler | None = None
         self._worker: HandoffWorker | None = None
+        self._steps: HandoffSteps | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = HandoffScheduler(config)
         else:
             from vllm.distributed import get_tensor_model_parallel_rank
 
             self._worker = HandoffWorker(config, int(get_tensor_model_parallel_rank()))
+            self._steps = HandoffSteps(self._worker)
 
     # The scheduler's side.
 
@@ -79,19 +82,19 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the worker side; see HandoffWorker.register."""
-        assert self._worker is not None
-        self._worker.register(kv_caches)
+        assert self._steps is not None
+        self._steps.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks of preempted requests are about to be reused."""
-        assert self._worker is not None
-        self._worker.preempting(kv_connector_metadata.plan)
+        assert self._steps is not None
+        self._steps.preempting(kv_connector_metadata.plan)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM binds a step's metadata before the step's forward."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None:
-            self._worker.before_forward(self._plan)
+        if self._steps is not None:
+            self._steps.before_forward(self._plan)
 
     @property
     def _plan(self) -> StepPlan:
@@ -110,18 +113,18 @@ class TileRTConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """All forwards of the step have run or are queued: gather."""
-        assert self._worker is not None
-        self._worker.after_forward(self._plan)
+        assert self._steps is not None
+        self._steps.after_forward(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose blocks may be freed."""
-        assert self._worker is not None
-        return self._worker.finished(self._plan) or None, None
+        assert self._steps is not None
+        return self._steps.finished(self._plan) or None, None
 
     def shutdown(self) -> None:
         """Give up what is under way."""
-        if self._worker is not None:
-            self._worker.close()
+        if self._steps is not None:
+            self._steps.close()
 
     # Metrics.
 

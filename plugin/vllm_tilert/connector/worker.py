@@ -1,6 +1,6 @@
 """The worker side: gathers what each step made final into staging memory and passes it on.
 
-Everything here runs on vLLM's forward thread and never waits for the network. When the staging pool is
+Everything here runs on one thread (see `steps`) and never waits for the network. When the staging pool is
 full a handoff keeps its place, and its request keeps its blocks, until a piece is free or
 `tilert_staging_wait_s` has passed.
 """
@@ -44,6 +44,7 @@ class _Outgoing:
     gathered: int = 0
     computed: int = 0
     blocks: array[int] = field(default_factory=lambda: array("i"))
+    final: Any = None  # the event behind which `computed` tokens are in the cache
     closed: bool = False
     waiting_since: float | None = None
     gathers: list[Completion] = field(default_factory=list)
@@ -158,12 +159,16 @@ class HandoffWorker:
         self._sending.add(handoff)
         handoff.start()
 
-    def after_forward(self, plan: StepPlan) -> None:
-        """Gather what the step made final, in the order the handoffs were opened."""
+    def after_forward(self, plan: StepPlan, final: Any = None) -> None:
+        """Gather what the step made final, in the order the handoffs were opened.
+
+        `final` is the CUDA event behind which it is; None: what the calling thread's stream holds so far.
+        """
         for progress in plan.progress:
             outgoing = self._outgoing.get(progress.req_id)
             if outgoing is not None:
                 outgoing.computed, outgoing.blocks = progress.computed, progress.blocks
+                outgoing.final = final
         named = {progress.req_id for progress in plan.progress}
         for req_id, outgoing in self._outgoing.items():
             # A request that is neither in this step nor ended may have lost its blocks.
@@ -228,7 +233,7 @@ class HandoffWorker:
         began = time.monotonic()
         try:
             tensor = piece.tensor
-            completion = self._gatherer.gather(outgoing.blocks, start, stop, tensor)
+            completion = self._gatherer.gather(outgoing.blocks, start, stop, tensor, after=outgoing.final)
         except BaseException:
             piece.release()
             raise

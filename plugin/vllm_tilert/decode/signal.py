@@ -35,4 +35,9 @@ class Signal:
         while True:
             if got := condition():
                 return got
-            await self.changed()
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)

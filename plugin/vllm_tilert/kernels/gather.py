@@ -175,7 +175,9 @@ class CudaGatherer:
         torch.cuda.current_stream(self._device).synchronize()
         self.gather(array("i", [0]), 0, 1, out).wait()
 
-    def gather(self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor) -> CudaCompletion:
+    def gather(
+        self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor, after: Any = None
+    ) -> CudaCompletion:
         """See `base.Gatherer.gather`. An `array("i")` of block ids is read as it lies."""
         tokens, first, last = stop - start, start // PAGE, -(-stop // PAGE)
         if not 0 <= start < stop or start % PAGE or last > len(block_ids):
@@ -193,8 +195,10 @@ class CudaGatherer:
         buffers = self._take()
         buffers.host[: last - first] = ids
         event, stream = torch.cuda.Event(), self._stream
-        self._ready.record(torch.cuda.current_stream(self._device))
-        stream.wait_event(self._ready)
+        if after is None:
+            after = self._ready
+            after.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(after)
         self._kernel.launch(self._caches_at, buffers.address, address, tokens, stream.cuda_stream)
         event.record(stream)
         buffers.event = event

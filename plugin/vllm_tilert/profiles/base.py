@@ -40,16 +40,19 @@ class Completion(Protocol):
 class Gatherer(Protocol):
     """Copies runs of a request's tokens out of the paged caches of one worker."""
 
-    def gather(self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor) -> Completion:
+    def gather(
+        self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor, after: Any = None
+    ) -> Completion:
         """Copy tokens [start, stop) of the request that owns `block_ids` into `out`.
 
         `block_ids`  the request's block table from its first token on
         `start`      a multiple of `layout.page`
         `out`        uint8 [layout.segment_bytes(stop - start)], contiguous, on the caches' device
 
-        On the CPU the copy is over on return. On a GPU it is queued behind what the calling thread's
-        current stream holds so far, and `out` may be read after `Completion.wait()`. Every byte of `out`
-        is written. Raises ValueError, with nothing copied, on a range, table or buffer that does not fit.
+        On the CPU the copy is over on return. On a GPU it is queued behind the CUDA event `after`, or behind
+        what the calling thread's current stream holds so far, and `out` may be read after
+        `Completion.wait()`. Every byte of `out` is written. Raises ValueError, with nothing copied, on a
+        range, table or buffer that does not fit.
         """
 
 

@@ -88,7 +88,9 @@ class MlaGatherer:
         self._block_size = caches[0].shape[-2]
         self._rows = [cache.view(-1, ROW) for cache in caches]
 
-    def gather(self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor) -> Landed:
+    def gather(
+        self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor, after: Any = None
+    ) -> Landed:
         """See `base.Gatherer.gather`."""
         size = self._block_size
         base.check_gather(self._layout, size, self._blocks, block_ids, start, stop, out)

@@ -240,7 +240,9 @@ class CpuGatherer:
         self._pages = [cache.view(torch.uint8).view(self._blocks, PAGE, -1) for cache in attention]
         self._index = [cache.view(self._blocks, INDEX_PAGE_BYTES) for cache in index]
 
-    def gather(self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor) -> Landed:
+    def gather(
+        self, block_ids: Sequence[int], start: int, stop: int, out: torch.Tensor, after: Any = None
+    ) -> Landed:
         """See `base.Gatherer.gather`."""
         layout, tokens = self._layout, stop - start
         base.check_gather(layout, PAGE, self._blocks, block_ids, start, stop, out)
