@@ -23,6 +23,7 @@ from vllm_tilert.profiles.base import ProfileError, get_profile
 from vllm_tilert.profiles.layout import Layout
 from vllm_tilert.staging import free_bytes
 from vllm_tilert.transports.base import TransportUnavailable, make_transport
+from vllm_tilert.wire.notify import sd_notify
 
 log = logging.getLogger(__name__)
 
