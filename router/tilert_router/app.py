@@ -27,13 +27,13 @@ from tilert_router.parsing import load_parsing
 from tilert_router.prefill import PrefillPool
 from tilert_router.queue import FairQueue
 from tilert_router.request import Defaults, Request, parse_body, resolve
+from tilert_router.tracing import Tracer, load_tracer
 
 log = logging.getLogger(__name__)
 
 CLASS_HEADER: Final = "x-latency-class"
 """`fast` or `standard`: overrides the key's default."""
 _ECHO: Final = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACE: Final = ("traceparent", "tracestate")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Router:
     """Everything one router process has. Create it on the event loop, `start` it, then serve `app`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tracer: Tracer | None = None) -> None:
         self.config = config
         self.keys = Keys(config.keys_file)
         times = config.timeouts
@@ -55,6 +55,7 @@ class Router:
             times.connect_s,
         )
         self.native = NativePool.of(config)
+        self.tracer = tracer or load_tracer(config.tracing)
         self._defaults = Defaults.load(config.model.tokenizer)
         self._generator = Generator(
             config,
@@ -143,17 +144,22 @@ class Router:
     ) -> web.StreamResponse:
         outcome = "cancelled"
         started = asyncio.get_running_loop().time()
-        trace = {name: http.headers[name] for name in _TRACE if name in http.headers}
+        trace = self.tracer.request(http.headers, request.kind, self.config.model.name)
+        usage: dict[str, int] | None = None
         try:
             try:
                 generation = await self._generator.start(request, key.name, key.priority, wait_s, trace)
             except ApiError as error:
                 if policy is Policy.TILERT_THEN_NATIVE and error.code in ("queue_timeout", "queue_full"):
+                    outcome = "native"
                     return await self.native.forward(http, strip(request.body), self.config.model.name)
                 raise
             try:
-                self.metrics.first_token.observe(asyncio.get_running_loop().time() - started)
-                answer = await (self._stream if request.stream else self._whole)(http, generation)
+                opened = asyncio.get_running_loop().time()
+                self.metrics.first_token.observe(opened - started)
+                with trace.phase("decode", rid=generation.rid):
+                    answer = await (self._stream if request.stream else self._whole)(http, generation)
+                self.metrics.phase.labels("decode").observe(asyncio.get_running_loop().time() - opened)
                 outcome = generation.finish_reason
                 return answer
             finally:
@@ -169,6 +175,7 @@ class Router:
             return error.response
         finally:
             self.metrics.requests.labels("tilert", outcome).inc()
+            trace.end(outcome, usage)
 
     async def _whole(self, http: web.Request, generation: Generation) -> web.StreamResponse:
         sink = Whole()
@@ -263,6 +270,7 @@ class Router:
         """Stop the background tasks and drop the connections to nodes."""
         await self.pool.close()
         self.native.close()
+        await asyncio.to_thread(self.tracer.close)  # may wait for the collector
 
     # ---- the admin interface
 

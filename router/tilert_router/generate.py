@@ -24,6 +24,7 @@ from tilert_router.parsing import AnswerParser, Parsing
 from tilert_router.prefill import Prefilled, PrefillFailed, PrefillPool
 from tilert_router.queue import QueueFull, Ticket
 from tilert_router.request import Request
+from tilert_router.tracing import Trace
 from vllm_tilert.wire.api import ErrorCode
 
 log = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ class Generator:
         self._loop = asyncio.get_running_loop()
 
     async def start(
-        self, request: Request, key: str, priority: int, wait_s: float, trace: dict[str, str]
+        self, request: Request, key: str, priority: int, wait_s: float, trace: Trace
     ) -> Generation:
         """Wait for a node, prefill, open the decode leg. Raises ApiError. Cancelling gives all of it back."""
         queued = self._loop.time()
@@ -198,7 +199,8 @@ class Generator:
         avoid: set[str] = set()
         failed: ApiError | None = None
         for attempt in range(1 + self._config.limits.retries):
-            lease = await self._lease(ticket, attempt, wait_s, failed)
+            with trace.phase("queue", attempt=attempt):
+                lease = await self._lease(ticket, attempt, wait_s, failed)
             if not attempt:
                 self._metrics.phase.labels("queue").observe(self._loop.time() - queued)
             try:
@@ -238,9 +240,7 @@ class Generator:
         expected = self._pool.expected_wait_s(len(self._pool.queue))
         return wait_s / 10 if expected is None else min(expected, _LONGEST_RETRY_S)
 
-    async def _attempt(
-        self, request: Request, lease: Lease, avoid: set[str], trace: dict[str, str]
-    ) -> Generation:
+    async def _attempt(self, request: Request, lease: Lease, avoid: set[str], trace: Trace) -> Generation:
         node, reservation = lease.node, lease.reservation
         assert reservation is not None
         handoff: dict[str, Any] = {
@@ -251,7 +251,8 @@ class Generator:
         }
         start = self._loop.time()
         lease.prefilled = True
-        prefilled = await self._prefill.run(request, lease.rid, handoff, avoid, trace)
+        with trace.phase("prefill", rid=lease.rid) as headers:
+            prefilled = await self._prefill.run(request, lease.rid, handoff, avoid, headers)
         first = self._loop.time()
         self._metrics.phase.labels("prefill").observe(first - start)
 
@@ -275,16 +276,15 @@ class Generator:
             lease.abandon("the first token is the whole answer")
             return Generation(request, prefilled, lease, None, output, parser)
         lease.remaining = budget
-        stream = await self._open(
-            lease,
-            {
-                "rid": lease.rid,
-                "first_token_id": prefilled.first_token_id,
-                "max_tokens": budget,
-                "sampling": request.sampling.as_json(),
-                "timeout_s": self._config.timeouts.handoff_s,
-            },
-        )
+        leg = {
+            "rid": lease.rid,
+            "first_token_id": prefilled.first_token_id,
+            "max_tokens": budget,
+            "sampling": request.sampling.as_json(),
+            "timeout_s": self._config.timeouts.handoff_s,
+        }
+        with trace.phase("handoff", rid=lease.rid, node=node.name):
+            stream = await self._open(lease, leg)
         lease.opened = True
         self._pool.kick()
         self._metrics.phase.labels("handoff").observe(self._loop.time() - first)

@@ -39,6 +39,7 @@ class FakePrefill:
 
     def __init__(self, decodes: dict[int, FakeDecode]) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
         self.refuse: tuple[int, dict[str, Any]] | None = None
         self.first_token = FIRST_TOKEN
         self.ended = False
@@ -52,6 +53,7 @@ class FakePrefill:
     async def _call(self, http: web.Request) -> web.Response:
         body = await http.json()
         self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in http.headers.items()})
         if self.refuse:
             return web.json_response(self.refuse[1], status=self.refuse[0])
         # What the real one refuses: contradictory length and stream fields.

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from fakes.nodes import FakeDecode, FakePrefill, Site, start
 from tilert_router.app import Router
 from tilert_router.config import Config
+from tilert_router.tracing import Tracer
 
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
 
@@ -61,9 +62,9 @@ class Bench:
         """Start a router; returns its address."""
         return (await self.whole_router(**changes))[1]
 
-    async def whole_router(self, **changes: Any) -> tuple[Router, str, str]:
+    async def whole_router(self, tracer: Tracer | None = None, **changes: Any) -> tuple[Router, str, str]:
         """Start a router; returns it, its address and that of its admin interface."""
-        router = Router(Config.model_validate(self.config(**changes)))
+        router = Router(Config.model_validate(self.config(**changes)), tracer)
         self._stack.push_async_callback(router.close)
         public = await self._stack.enter_async_context(Site(router.app()))
         admin = await self._stack.enter_async_context(Site(router.admin()))
