@@ -1,6 +1,6 @@
 """The router beside the stock one, with vllm-router and nginx as pass-through ceilings: same fakes, one run.
 
-usage: bin/bench router [--only NAME,...] [--nodes 1,4,16,32] [--seconds 5]
+usage: bin/bench router [--only NAME,...] [--nodes 1,4,16,32] [--seconds 5] [--realtime]
 
 The router runs alone on one core, the fakes and clients on another. Answers have 600 tokens at 600 tok/s a node,
 accepted in bursts of 1 to 4 and flushed every millisecond; as many clients as nodes ask without pause. `direct` is
@@ -346,8 +346,10 @@ async def running(name: str, nodes: int, rate: float):
 
 
 @contextmanager
-def before_others():
+def before_others(realtime: bool = False):
     """Whatever else this machine does gets what is left of the two cores, where we may ask for that."""
+    if realtime:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     group = Path("/proc/self/autogroup")
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
@@ -463,6 +465,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, comma-separated")
     parser.add_argument("--nodes", default="1,4,16,32")
     parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--realtime", action="store_true", help="before every other process of this machine")
     parser.add_argument("--json", type=Path, help="write the raw numbers there")
     arguments = parser.parse_args()
     counts = [int(n) for n in arguments.nodes.split(",")]
@@ -475,7 +478,7 @@ def main() -> None:
     if "nginx" in names and not shutil.which("nginx"):
         print("nginx is not installed: left out", file=sys.stderr)
         names.remove("nginx")
-    with before_others():
+    with before_others(arguments.realtime):
         results = [uvloop.run(measure(name, counts, arguments.seconds)) for name in names]
     print(table(results, counts))
     for result in results:
