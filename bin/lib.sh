@@ -95,6 +95,8 @@ _fill_venv() {
 }
 
 ops_venv() { make_venv "$OPS" "$ROOT/requirements/ops.txt"; }
+# By itself: checkov pins what Ansible needs otherwise.
+checkov_venv() { make_venv "$ROOT/.venv-checkov" "$ROOT/requirements/checkov.txt"; }
 test_venv() {
   make_venv "$ROOT/.venv" "$ROOT/requirements/test.txt"
   once test-editable "$(hash_of "$ROOT/pyproject.toml")-$ROOT" "$ROOT/.venv/bin/pip" install --quiet --disable-pip-version-check \
