@@ -22,6 +22,7 @@ from tilert_router.keys import Key, Keys
 from tilert_router.leases import Bounds, NodeState, Pool
 from tilert_router.metrics import Metrics
 from tilert_router.native import NativePool
+from tilert_router.openapi import document
 from tilert_router.output import load_tokenizer
 from tilert_router.parsing import load_parsing
 from tilert_router.prefill import PrefillPool
@@ -240,6 +241,10 @@ class Router:
         ]
         return _json({"object": "list", "data": data})
 
+    async def openapi(self, _: web.Request) -> web.Response:
+        """What clients may call."""
+        return _json(document())
+
     async def health(self, _: web.Request) -> web.Response:
         """Liveness: the event loop turns."""
         return _json({"status": "ok"})
@@ -264,6 +269,7 @@ class Router:
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
+        app.router.add_get("/openapi.json", self.openapi)
         return app
 
     async def close(self) -> None:
