@@ -58,6 +58,7 @@ def median(values) -> float:
 def ours(peer: Peer, caches, lengths) -> None:
     from vllm_tilert.connector.config import ConnectorConfig
     from vllm_tilert.connector.plan import Order, Progress, StepPlan
+    from vllm_tilert.connector.steps import HandoffSteps
     from vllm_tilert.connector.worker import HandoffWorker
 
     extra = {
@@ -70,7 +71,8 @@ def ours(peer: Peer, caches, lengths) -> None:
         "tilert_checksum": CHECKSUM,
     }
     worker = HandoffWorker(ConnectorConfig.parse(extra, max(lengths)), 0)
-    worker.register(caches)
+    hooks = HandoffSteps(worker)
+    hooks.register(caches)
     assert worker.transport is not None
     write, writes = worker.transport.write, []
 
@@ -99,20 +101,20 @@ def ours(peer: Peer, caches, lengths) -> None:
                     ended=frozenset({req}) if stop == tokens else frozenset(),
                 )
                 began = time.perf_counter()
-                worker.before_forward(plan)
+                hooks.before_forward(plan)
                 opened = opened or time.perf_counter() - began
                 ended = forward(repeat % 2 == 1 and stop == tokens)
                 began = time.perf_counter()
-                worker.after_forward(plan)
+                hooks.after_forward(plan)
                 steps.append(time.perf_counter() - began)
                 began = time.perf_counter()
-                done = worker.finished(plan)
+                done = hooks.finished(plan)
                 polls.append(time.perf_counter() - began)
                 torch.cuda.synchronize()
             limit = time.monotonic() + 30
             while req not in done and time.monotonic() < limit:
                 time.sleep(0.001)
-                done |= worker.finished(StepPlan())
+                done |= hooks.finished(StepPlan())
             told = peer.ready(rid)
             if told["error"]:
                 print("  failed:", told["error"], flush=True)

@@ -88,9 +88,9 @@ class Watched(TileRTConnector):
         assert gatherer is not None
         gather = gatherer.gather
 
-        def timed_gather(*arguments: Any) -> Any:
-            with timed("gather: launch"):
-                return gather(*arguments)
+        def timed_gather(*arguments: Any, **more: Any) -> Any:
+            with timed("launch, beside it"):
+                return gather(*arguments, **more)
 
         gatherer.gather = timed_gather
         self._caches = kv_caches

@@ -114,10 +114,10 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
     done_at: dict[str, float] = {}
     accept = node.accept_state
 
-    async def accept_state(handoff, segments, sums) -> None:
+    async def accept_state(handoff, segments, *more) -> None:
         done_at[handoff.rid] = time.monotonic()
         handoff.facts["lengths"] = list(segments)
-        await accept(handoff, segments, sums)
+        await accept(handoff, segments, *more)
 
     node.accept_state = accept_state
 
@@ -149,8 +149,11 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     tasks = []
-    while line := await reader.readline():
-        tasks.append(asyncio.ensure_future(serve(line.decode().strip())))
+    while line := (await reader.readline()).decode().strip():
+        if line == "no dumps":
+            a.dumps = ""
+        else:
+            tasks.append(asyncio.ensure_future(serve(line)))
     running.cancel()
     os._exit(0)
 
@@ -252,6 +255,11 @@ class Peer:
         assert self._process.stdin is not None
         self._process.stdin.write(rid + "\n")
         return int(self.wait(lambda said: said.get("rid") == rid and "generation" in said)["generation"])
+
+    def no_dumps(self) -> None:
+        """From now on our node writes nothing down."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("no dumps\n")
 
     def ready(self, rid: str | None = None) -> dict[str, Any]:
         """What the node says of a request (the next, for None) whose state is in the engine."""
