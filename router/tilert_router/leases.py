@@ -226,7 +226,9 @@ class Pool:
         When the caller is cancelled it leaves the queue, or gives back what it was just granted.
         """
         ticket.enqueued = self._loop.time()
-        self.queue.push(ticket)
+        # One that a node will take at once does not wait, so the bound is not for it.
+        at_once = not len(self.queue) and self._choose(ticket.enqueued) is not None
+        self.queue.push(ticket, bounded=not at_once)
         return await self._wait(ticket)
 
     async def reacquire(self, ticket: Ticket) -> Lease:

@@ -93,9 +93,9 @@ class FairQueue:
     def __len__(self) -> int:
         return self._size
 
-    def push(self, ticket: Ticket) -> None:
-        """Add at the end of its key's line. Raises QueueFull."""
-        if self._size >= self.max_waiting:
+    def push(self, ticket: Ticket, bounded: bool = True) -> None:
+        """Add at the end of its key's line. Raises QueueFull, unless not `bounded`."""
+        if bounded and self._size >= self.max_waiting:
             raise QueueFull
         self._add(ticket, front=False)
 
