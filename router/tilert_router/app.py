@@ -147,6 +147,7 @@ class Router:
         started = asyncio.get_running_loop().time()
         trace = self.tracer.request(http.headers, request.kind, self.config.model.name)
         usage: dict[str, int] | None = None
+        rid: str | None = None
         try:
             try:
                 generation = await self._generator.start(request, key.name, key.priority, wait_s, trace)
@@ -156,7 +157,7 @@ class Router:
                     return await self.native.forward(http, strip(request.body), self.config.model.name)
                 raise
             try:
-                opened = asyncio.get_running_loop().time()
+                opened, rid = asyncio.get_running_loop().time(), generation.rid
                 self.metrics.first_token.observe(opened - started)
                 with trace.phase("decode", rid=generation.rid):
                     answer = await (self._stream if request.stream else self._whole)(http, generation)
@@ -177,6 +178,17 @@ class Router:
         finally:
             self.metrics.requests.labels("tilert", outcome).inc()
             trace.end(outcome, usage)
+            log.info(
+                "request ended",
+                extra={
+                    "rid": rid,
+                    "client_id": _echo(http).get("x-request-id"),
+                    "key": key.name,
+                    "outcome": outcome,
+                    "seconds": round(asyncio.get_running_loop().time() - started, 4),
+                    **(usage or {}),
+                },
+            )
 
     async def _whole(self, http: web.Request, generation: Generation) -> web.StreamResponse:
         sink = Whole()
@@ -276,6 +288,10 @@ class Router:
         """Stop the background tasks and drop the connections to nodes."""
         await self.pool.close()
         self.native.close()
+        self.prefill.close()
+        for node in self.pool.nodes.values():
+            if isinstance(node.client, DecodeClient):
+                node.client.close()
         await asyncio.to_thread(self.tracer.close)  # may wait for the collector
 
     # ---- the admin interface

@@ -77,6 +77,11 @@ class PrefillPool:
             for name, url in urls.items()
         }
 
+    def close(self) -> None:
+        """Drop idle connections."""
+        for node in self.nodes.values():
+            node.origin.close()
+
     def choose(self, now: float, avoid: set[str]) -> PrefillNode:
         """Fewest outstanding calls, not ejected, not one that already failed this request."""
         return min(

@@ -199,3 +199,28 @@ async def test_an_answer_from_another_state_or_with_lost_tokens_is_never_a_succe
     assert not any(c.get("finish_reason") for e in seen[:-1] for c in e["choices"])
     bench.nodes[0].account = {}
     assert (await bench.post(url, CHAT))[0] == 200
+
+
+async def test_prefill_ahead_overlaps_one_requests_prefill_with_anothers_decode(up: Up) -> None:
+    bench = await up(1)
+    bench.prefill.delay_s = 0.15
+    bench.nodes[0].token_s = 0.03  # five tokens: a decode as long as a prefill
+    took: dict[bool, float] = {}
+    for ahead in (False, True):
+        url = await bench.router(prefill_ahead=ahead)
+        start_s = time.monotonic()
+        answers = await asyncio.gather(*(bench.post(url, CHAT) for _ in range(8)))
+        took[ahead] = time.monotonic() - start_s
+        assert {status for status, _, _ in answers} == {200}
+    # (P + D) / max(P, D) is 2 in a long run; eight requests have one prefill that nothing hides.
+    assert took[False] / took[True] > 1.5
+    assert bench.nodes[0].most_running == 1
+
+
+async def test_silence_inside_a_stream_is_filled_with_comments(up: Up) -> None:
+    bench = await up(1)
+    url = await bench.router(timeouts={"stall_s": 5, "keepalive_s": 0.1, "handoff_s": 2, "cancel_s": 2})
+    bench.nodes[0].token_s = 0.35
+    _, _, raw = await bench.post(url, CHAT | {"stream": True, "max_tokens": 3})
+    assert 4 <= raw.count(b": waiting\n\n") <= 9
+    assert events(raw)[-1] == "[DONE]"

@@ -173,3 +173,13 @@ async def test_no_line_of_the_log_has_prompt_text(up: Up, tmp_path: Path) -> Non
         log = await running.stderr.read()
     assert b"attempt failed" in log or b"lease abandoned" in log
     assert b"private" not in log
+
+
+async def test_each_answer_has_a_line_with_its_handoff_and_the_clients_id(up: Up, tmp_path: Path) -> None:
+    bench = await up(1)
+    async with process(bench.config(), tmp_path / "router.yaml") as (running, url):
+        _, headers, _ = await bench.post(url, CHAT)
+        line = await said(running, "request ended")
+    assert line["rid"] == headers["x-tilert-rid"]
+    assert (line["client_id"], line["key"], line["outcome"]) == ("job-42", "anybody", "length")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (7, 5)
