@@ -293,13 +293,21 @@ class Generator:
     async def _open(self, lease: Lease, body: dict[str, Any]) -> DecodeStream:
         """Open the decode leg. Behind another request it waits for that one's end, then `handoff_s`."""
         client: Any = lease.node.client
+        # The node's own limit, handoff_s, ends first, with the reason.
+        limit_s = self._config.timeouts.handoff_s + 2
+        if lease.front.is_set():
+            try:
+                async with asyncio.timeout(limit_s):
+                    opened: DecodeStream = await client.open(body)
+                    return opened
+            except TimeoutError:
+                raise NodeError(decode.TIMEOUT, "the decode leg did not open") from None
         opening = self._loop.create_task(client.open(body))
         front = self._loop.create_task(lease.front.wait())
         try:
             await asyncio.wait({opening, front}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
-                # The node's own limit of the same length ends first, with the reason.
-                await asyncio.wait({opening}, timeout=self._config.timeouts.handoff_s + 2)
+                await asyncio.wait({opening}, timeout=limit_s)
             if not opening.done():
                 raise NodeError(decode.TIMEOUT, "the decode leg did not open")
             stream: DecodeStream = opening.result()
