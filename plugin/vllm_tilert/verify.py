@@ -10,6 +10,7 @@ import http.client
 import json
 import random
 import ssl
+import statistics
 import string
 import sys
 import time
@@ -86,7 +87,9 @@ class Answer:
 class Comparison:
     """One prompt's reply beside vLLM's own greedy continuation.
 
-    `margin` is vLLM's log-probability gap between its two best tokens where the replies part.
+    `margin` is vLLM's log-probability gap between its two best tokens where the replies part, in nats: the smaller of
+    the two it gives, decoding and reading the same tokens as a prompt, where it was asked for both. `moves` are the
+    differences of the two at each token: what rounding does to vLLM itself.
     """
 
     prompt_tokens: int
@@ -94,13 +97,14 @@ class Comparison:
     expected: list[int]
     diverged_at: int | None
     margin: float | None = None
+    moves: list[float] = field(default_factory=list)
     handoff: dict[str, Any] = field(default_factory=dict)
 
     def identical(self, tie_margin: float) -> bool:
         """Equal token for token or, where `tie_margin` > 0, up to the first near-tie below it."""
         if self.diverged_at is None:
             return True
-        return self.margin is not None and self.margin < tie_margin
+        return self.margin is not None and tie_margin > 0 and self.margin < tie_margin
 
 
 def make_prompts(lengths: Sequence[int], seed: int) -> list[str]:
@@ -155,10 +159,17 @@ def ask(ingress: Endpoint, model: str, prompt: str, max_tokens: int) -> Answer:
     return Answer(rid, tokens, "".join(text), finish, ttft, total, usage)
 
 
-def own_continuation(
-    prefill: Endpoint, model: str, prompt: str, max_tokens: int
-) -> tuple[list[int], list[float], int]:
-    """vLLM's own greedy tokens, the log-probability gap of its two best at each, and the prompt's length."""
+@dataclass(frozen=True)
+class Own:
+    """vLLM's own greedy continuation of a prompt, and the log-probability gap of its two best tokens at each."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    gaps: list[float]
+
+
+def own_continuation(prefill: Endpoint, model: str, prompt: str, max_tokens: int) -> Own:
+    """Ask vLLM itself for its greedy continuation of a chat prompt."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -174,7 +185,35 @@ def own_continuation(
     for entry in choice["logprobs"]["content"]:
         best = [top["logprob"] for top in entry["top_logprobs"]]
         gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
-    return choice["token_ids"], gaps, answer["usage"]["prompt_tokens"]
+    return Own(answer["prompt_token_ids"], choice["token_ids"], gaps)
+
+
+def gaps_as_prompt(prefill: Endpoint, model: str, own: Own) -> list[float]:
+    """The gaps of `own` where vLLM reads its tokens as a prompt: other kernels and shapes, another rounding.
+
+    Negative where vLLM, reading, would have chosen another token than it did decoding.
+    """
+    body = {
+        "model": model,
+        "prompt": own.prompt_ids + own.token_ids,
+        "temperature": 0,
+        "max_tokens": 1,
+        "prompt_logprobs": 2,
+    }
+    read = prefill.json("/v1/completions", body)["choices"][0]["prompt_logprobs"]
+    gaps = []
+    for token, found in zip(own.token_ids, read[len(own.prompt_ids) :], strict=True):
+        chances = {int(other): entry["logprob"] for other, entry in found.items()}
+        gaps.append(chances[token] - max(chance for other, chance in chances.items() if other != token))
+    return gaps
+
+
+def tie_margin(moves: Sequence[float]) -> float:
+    """The gap below which a token is a near-tie: four times the median by which vLLM's own gaps move.
+
+    Equal arithmetic moves nothing and leaves no room; in bfloat16 the median is about one step of a logit.
+    """
+    return 4 * statistics.median(moves) if moves else 0.0
 
 
 def _history(decode: Sequence[Endpoint], rid: str) -> dict[str, Any]:
@@ -196,21 +235,30 @@ def compare(
     max_tokens: int,
     concurrency: int = 1,
     fast_model: str | None = None,
+    weigh_ties: bool = False,
 ) -> list[Comparison]:
-    """Ask every prompt through the ingress (`concurrency` at once) and of vLLM itself, and compare."""
+    """Ask every prompt through the ingress (`concurrency` at once) and of vLLM itself, and compare.
+
+    `weigh_ties`: ask vLLM to read each continuation as well, for `margin` and `moves`.
+    """
     with ThreadPoolExecutor(concurrency) as pool:
         answers = list(pool.map(lambda p: ask(ingress, fast_model or model, p, max_tokens), prompts))
     comparisons = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected, gaps, prompt_tokens = own_continuation(prefill, model, prompt, max_tokens)
+        own = own_continuation(prefill, model, prompt, max_tokens)
+        gaps, moves = own.gaps, []
+        if weigh_ties:
+            read = gaps_as_prompt(prefill, model, own)
+            moves = [abs(a - b) for a, b in zip(gaps, read, strict=True)]
+            gaps = [min(a, b) for a, b in zip(gaps, read, strict=True)]
+        got, expected = answer.token_ids, own.token_ids
         at = next(
-            (i for i, (a, b) in enumerate(zip(answer.token_ids, expected, strict=False)) if a != b),
-            None if len(answer.token_ids) == len(expected) else min(len(answer.token_ids), len(expected)),
+            (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+            None if len(got) == len(expected) else min(len(got), len(expected)),
         )
         margin = gaps[at] if at is not None and at < len(gaps) else None
-        comparisons.append(
-            Comparison(prompt_tokens, answer, expected, at, margin, _history(decode, answer.rid))
-        )
+        history = _history(decode, answer.rid)
+        comparisons.append(Comparison(len(own.prompt_ids), answer, expected, at, margin, moves, history))
     return comparisons
 
 
@@ -236,7 +284,7 @@ def report(comparisons: Sequence[Comparison], tie_margin: float) -> Iterator[str
             f"{'-' if wire is None else f'{wire:.1f}':>10} {c.handoff.get('bytes', '-'):>10}  {result}"
         )
     yield f"handoff: {same}/{total} tokens identical" + (
-        f" (up to near-ties below {tie_margin})" if tie_margin else ""
+        f" (up to near-ties below {tie_margin:.3g})" if tie_margin else ""
     )
 
 
@@ -259,9 +307,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tie-margin",
-        type=float,
+        type=lambda text: None if text == "auto" else float(text),
         default=0.0,
-        help="accept a first difference where vLLM's two best log-probabilities are closer than this",
+        help="accept a first difference where vLLM's two best log-probabilities are closer than this; auto: than four "
+        "times the median by which they move when vLLM reads the same tokens as a prompt (default: accept none)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
@@ -286,13 +335,17 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.max_tokens,
             arguments.concurrency,
             arguments.fast_model,
+            weigh_ties=arguments.tie_margin is None,
         )
     except VerifyError as error:
         print(f"verify: {error}", file=sys.stderr)
         return 2
+    margin = arguments.tie_margin
+    if margin is None:
+        margin = tie_margin([move for c in result for move in c.moves])
     if arguments.json:
-        print(json.dumps([asdict(c) for c in result]))
+        print(json.dumps({"tie_margin": margin, "comparisons": [asdict(c) for c in result]}))
     else:
-        for line in report(result, arguments.tie_margin):
+        for line in report(result, margin):
             print(line)
-    return 0 if all(c.identical(arguments.tie_margin) for c in result) else 1
+    return 0 if all(c.identical(margin) for c in result) else 1

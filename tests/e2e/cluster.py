@@ -119,7 +119,11 @@ class Cluster:
         until(f"{host} is idle", lambda: self.status(host)["status"] == "idle", timeout, pause=0.3)
 
     def verify(self, *arguments: str) -> list[dict[str, Any]]:
-        """`tilertctl verify --json` on the router host: comparisons with vLLM's own continuation."""
+        """Comparisons with vLLM's own continuation, as `compared` gives them."""
+        return list(self.compared(*arguments)["comparisons"])
+
+    def compared(self, *arguments: str) -> dict[str, Any]:
+        """`tilertctl verify --json` on the router host: its near-tie margin and its comparisons."""
         prefill = self.nodes[self.hosts("prefill")[0]]["address"]
         decode = " ".join(f"--decode http://{self.nodes[h]['address']}:5557" for h in self.hosts("decode"))
         command = (
@@ -129,7 +133,7 @@ class Cluster:
             f"--model {self.model} " + " ".join(arguments)
         )
         out = self.run(self.hosts("router")[0], command + " || [ $? = 1 ]", timeout=600)
-        return list(json.loads(out))
+        return dict(json.loads(out))
 
     # ---- clients
 

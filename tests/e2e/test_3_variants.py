@@ -10,9 +10,6 @@ from cluster import Cluster, recap
 
 pytestmark = pytest.mark.timeout(3600)
 
-TIE_MARGIN = 0.01
-"""Natural-log probability gap of vLLM's two best tokens under which bfloat16 may choose either."""
-
 
 def test_a_second_run_changes_nothing(cluster: Cluster) -> None:
     counts = recap(cluster.deploy())
@@ -50,12 +47,20 @@ def bfloat16(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_bfloat16_agrees_up_to_the_first_near_tie(bfloat16: Cluster) -> None:
-    result = bfloat16.verify(
-        "--prompts", "1,17,64,200,511,900", "--seed", "13", "--tie-margin", str(TIE_MARGIN)
-    )
+    # In bfloat16 vLLM does not agree with itself: reading its own tokens as a prompt, it would choose others here and
+    # there (another kernel, another rounding, at worst another expert). `tilertctl verify` makes the margin from that.
+    prompts = "1,17,30,64,100,200,333,511,600,750,900,1200"
+    result = bfloat16.compared("--prompts", prompts, "--seed", "13", "--tie-margin", "auto")
+    margin, comparisons = result["tie_margin"], result["comparisons"]
     parted = {
-        c["prompt_tokens"]: (c["diverged_at"], c["margin"]) for c in result if c["diverged_at"] is not None
+        c["prompt_tokens"]: (c["diverged_at"], c["margin"])
+        for c in comparisons
+        if c["diverged_at"] is not None
     }
-    print(f"tie margin {TIE_MARGIN}; prompts that part, with the token and vLLM's own margin there: {parted}")
-    assert all(margin is not None and margin < TIE_MARGIN for _, margin in parted.values()), parted
-    assert sum(c["diverged_at"] if c["diverged_at"] is not None else len(c["expected"]) for c in result) >= 64
+    print(
+        f"near-tie below {margin:.3f} nats; prompts that part, at which token, vLLM's margin there: {parted}"
+    )
+    assert 0 < margin < 0.5, "a margin that lets everything pass"
+    assert all(gap is not None and gap < margin for _, gap in parted.values()), parted
+    agreed = [c["diverged_at"] if c["diverged_at"] is not None else len(c["expected"]) for c in comparisons]
+    assert sum(agreed) >= 4 * len(agreed), f"they part at once: {agreed}"

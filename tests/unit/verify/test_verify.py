@@ -1,13 +1,15 @@
 """`tilertctl verify` says identical only of what is identical."""
 
-from vllm_tilert.verify import Answer, Comparison, make_prompts, report
+import pytest
+
+from vllm_tilert.verify import Answer, Comparison, make_prompts, report, tie_margin
 
 
 def comparison(
     expected: list[int], got: list[int], at: int | None, margin: float | None = None
 ) -> Comparison:
     answer = Answer("0" * 32, got, "", "length", 0.1, 0.2)
-    return Comparison(5, answer, expected, at, margin, {"bytes": 10, "wire_ms": 1.0})
+    return Comparison(5, answer, expected, at, margin, handoff={"bytes": 10, "wire_ms": 1.0})
 
 
 def last(*comparisons: Comparison, tie_margin: float = 0.0) -> str:
@@ -41,3 +43,13 @@ def test_prompts_are_the_same_for_a_seed_and_differ_between_seeds() -> None:
     assert make_prompts([5, 9], 1) == make_prompts([5, 9], 1)
     assert make_prompts([5, 9], 1) != make_prompts([5, 9], 2)
     assert [len(p) for p in make_prompts([1, 1500], 1)] == [1, 1500]
+
+
+def test_the_near_tie_margin_comes_from_vllms_own_rounding() -> None:
+    assert tie_margin([0.0] * 64) == 0.0
+    assert tie_margin([]) == 0.0
+    # Single large moves (another expert chosen) make no room for the other tokens.
+    assert tie_margin([0.0625] * 60 + [2.0] * 4) == pytest.approx(0.25)
+    # A token that vLLM itself would not choose when it reads is a tie, whatever its gap was in decoding.
+    assert comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.25)
+    assert not comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.0)
