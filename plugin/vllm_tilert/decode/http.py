@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_tilert.decode.engines.base import Sampling
@@ -230,6 +231,12 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:]) or "body"
         return _error(Refused(ErrorCode.BAD_REQUEST, f"{where}: {first['msg']}"))
+
+    @app.exception_handler(HTTPException)
+    async def unreadable(_: Request, error: HTTPException) -> Response:
+        """A body that is no text, an unknown path or a wrong method."""
+        body = {"error": ErrorCode.BAD_REQUEST, "message": str(error.detail)}
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
