@@ -101,7 +101,7 @@ resource "aws_route_table_association" "ingress" {
   route_table_id = aws_route_table.ingress.id
 }
 
-# Without `nat` this table leads nowhere but inside: hosts install from a wheelhouse and an image that has what they need.
+# Without `nat` this table leads nowhere but inside: hosts install from a bundle (bin/bundle).
 resource "aws_route_table" "hosts" {
   vpc_id = aws_vpc.cluster.id
   tags   = merge(local.tags, { Name = "${var.name}-hosts" })

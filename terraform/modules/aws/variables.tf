@@ -88,7 +88,7 @@ variable "network" {
 }
 
 variable "nat" {
-  description = "Lets private hosts reach the internet through a NAT gateway (ports 80 and 443, for packages). false: no way out; they install from a wheelhouse, and the image has the system packages."
+  description = "Lets private hosts reach the internet through a NAT gateway (ports 80 and 443, for packages). false: no way out; they install from a bundle (bin/bundle)."
   type        = bool
   default     = false
 }

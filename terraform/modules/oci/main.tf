@@ -91,7 +91,7 @@ resource "oci_core_route_table" "ingress" {
   }
 }
 
-# Without `nat` an empty table: hosts install from a wheelhouse and an image that has what they need.
+# Without `nat` an empty table: hosts install from a bundle (bin/bundle).
 resource "oci_core_route_table" "hosts" {
   compartment_id = var.compartment_id
   vcn_id         = oci_core_vcn.cluster.id
