@@ -110,6 +110,8 @@ class Counts:
             if is_empty(self._data):
                 return None
             data, self._data = self._data, empty()
-            # The level lasts beyond the interval; what was in use is reported until it is back to zero.
-            self._data["staging_bytes_in_use"] = data["staging_bytes_in_use"]
+            # The level lasts beyond the interval and is part of the next one's peak, so that a level which
+            # has fallen to zero is reported once more.
+            level = data["staging_bytes_in_use"]
+            self._data["staging_bytes_in_use"] = self._data["staging_bytes_peak"] = level
             return data

@@ -189,8 +189,6 @@ class HandoffWorker:
                 del self._outgoing[req_id]
             done.add(req_id)
         self._ended -= done
-        if self._pool is not None:
-            self._counts.staging(self._pool.in_use)
         return done
 
     def _pump(self, outgoing: _Outgoing) -> None:
@@ -267,6 +265,8 @@ class HandoffWorker:
 
     def drain_counts(self) -> dict[str, Any] | None:
         """What was counted since the last call, or None."""
+        if self._pool is not None:
+            self._counts.staging(self._pool.in_use)
         return self._counts.drain()
 
     def close(self) -> None:
