@@ -70,6 +70,10 @@ class Bench:
         admin = await self._stack.enter_async_context(Site(router.admin()))
         return router, public.url, admin.url
 
+    async def enter(self, site: Site) -> Site:
+        """Serve until the end of the test."""
+        return await self._stack.enter_async_context(site)
+
     async def site(self, app: web.Application) -> str:
         """Serve another application; returns its address."""
         return (await self._stack.enter_async_context(Site(app))).url

@@ -9,7 +9,7 @@ import time
 import openai
 import pytest
 
-from fakes.nodes import PROMPT_TOKENS
+from fakes.nodes import PROMPT_TOKENS, FakePrefill
 from integration.router.parts import CHAT, Up, events, settled
 
 
@@ -224,3 +224,22 @@ async def test_silence_inside_a_stream_is_filled_with_comments(up: Up) -> None:
     _, _, raw = await bench.post(url, CHAT | {"stream": True, "max_tokens": 3})
     assert 4 <= raw.count(b": waiting\n\n") <= 9
     assert events(raw)[-1] == "[DONE]"
+
+
+async def test_a_failing_prefill_node_is_passed_over(up: Up) -> None:
+    bench = await up(1)
+    other = FakePrefill({node.ctrl_port: node for node in bench.nodes})
+    site = await bench.enter(other.site)
+    nodes = [{"name": "p", "url": bench.prefill.site.url}, {"name": "q", "url": site.url}]
+    url = await bench.router(prefill=nodes)
+    for _ in range(4):
+        assert (await bench.post(url, CHAT))[0] == 200
+    assert len(bench.prefill.bodies) == len(other.bodies) == 2  # in turn, where both are idle
+    other.refuse = (500, {"error": {"message": "out of memory at 10.0.0.7", "type": "x"}})
+    answers = [await bench.post(url, CHAT) for _ in range(6)]
+    assert {status for status, _, _ in answers} == {200}
+    assert len(other.bodies) == 3  # asked once more, then left alone for a while
+    bench.prefill.refuse = other.refuse
+    status, _, raw = await bench.post(url, CHAT)
+    assert (status, json.loads(raw)["error"]["code"]) == (502, "prefill_failed")
+    assert b"10.0.0.7" not in raw
