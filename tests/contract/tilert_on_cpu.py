@@ -62,6 +62,7 @@ class Backend:
         self._devices: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._position: int | None = None
         self._rows = 0
+        self._state: int | None = None  # of the request that is decoded
         self._accepted: list[int] = []
         self._counts: list[int] = []
 
@@ -88,10 +89,10 @@ class Backend:
         self._devices.setdefault(id(temporaries), (temporaries, caches))
 
     def _set_position(self, position: int) -> None:
-        self._position, self._rows = position + 1, position + 1
+        self._position, self._rows, self._state = position + 1, position + 1, None
 
     def _reset(self) -> None:
-        self._position = None
+        self._position = self._state = None
 
     @staticmethod
     def _flat(values: list[int]) -> torch.Tensor:
@@ -112,7 +113,9 @@ class Backend:
             self._position = int(temporaries[index.CUR_POS].flatten()[0])
             self._rows = self._position + 1
         assert self._position is not None
-        state, previous = self.state(), int(tokens.flatten()[0])
+        if self._state is None:
+            self._state = self.state()
+        state, previous = self._state, int(tokens.flatten()[0])
         self._accepted, self._counts = [], []
         for _ in range(steps):
             count = 1 + self._position % 3 if mtp and not first else 1
