@@ -211,7 +211,7 @@ class TileRTPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 labelnames=labelnames,
             )
             for name, text in {
-                "gather_s": "Time gathering took on the forward thread, per handoff.",
+                "gather_s": "Time staging and launching its gathers took, beside the forward, per handoff.",
                 "queue_s": "Time gathered segments waited for the wire, per handoff.",
                 "wire_s": "Time writing took, per handoff.",
                 "total_s": "Time from a handoff's opening to the node's verdict.",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 TIMES: Final = ("gather_s", "queue_s", "wire_s", "total_s")
-"""Series of seconds, one value per finished handoff: gathering on the forward thread, segments waiting for
-the wire, writing, and everything from the opening to the verdict."""
+"""Series of seconds, one value per finished handoff: staging and launching gathers, segments waiting for the
+wire, writing, and everything from the opening to the verdict."""
 
 
 @dataclass(frozen=True)

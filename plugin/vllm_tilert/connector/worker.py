@@ -38,7 +38,7 @@ _SHARES: Final = 4
 
 @dataclass
 class _Outgoing:
-    """A handoff as the forward thread sees it: `gathered` of `computed` tokens are staged."""
+    """A handoff as this side sees it: `gathered` of `computed` tokens are staged."""
 
     handoff: Handoff
     gathered: int = 0
