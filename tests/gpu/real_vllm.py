@@ -2,7 +2,7 @@
 
 usage: PYTHONPATH=plugin:tests:SITE python3 tests/gpu/real_vllm.py MODELS FOLDER [ROLE ...]
 
-MODELS holds the models `dsv32` (61 layers and a draft layer) and `glm5` (78 and one). A role is
+MODELS is what `make_models` writes: `dsv32` (61 layers and a draft layer) and `glm5` (78 and one). A role is
 `prefill:MODEL:KIND:TRANSPORT` with KIND none, ours or stock, or `oracle:MODEL`. Every role is a process with an
 engine of its own; they start together and take turns, so that nothing runs beside what is measured.
 
