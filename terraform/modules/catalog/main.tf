@@ -21,9 +21,9 @@ locals {
 
   # Where a row's figures were read, and on which day; `checked` null: nobody has compared that row with a source yet.
   ec2  = { source = "EC2 instance types as DescribeInstanceTypes reports them (Karpenter's AWS provider, website/content/en/preview/reference/instance-types.md at 2aea819); regions: SkyPilot catalog v8/aws/vms.csv at 00148f2", checked = "2026-11-30" }
-  gce  = { source = "Google Compute Engine, GPU network bandwidth (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth); vCPUs, memory, zones: SkyPilot catalog v8/gcp/vms.csv at 006059e", checked = "2026-11-30" }
-  ocic = { source = "OCI Compute Shapes (docs.oracle.com/en-us/iaas/Content/Compute/References/computeshapes.htm); RDMA NICs: Oracle's oci-hpc, ib_write_bw.sh", checked = "2026-11-30" }
-  hgx  = { source = "NVIDIA DGX user guides, the same HGX boards (docs.nvidia.com/dgx)", checked = "2026-11-30" }
+  gce  = { source = "stored copy of Google Compute Engine, GPU network bandwidth (docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth); vCPUs, memory, zones: SkyPilot catalog v8/gcp/vms.csv at 006059e", checked = "2026-11-30" }
+  ocic = { source = "stored excerpts of OCI Compute Shapes (docs.oracle.com/en-us/iaas/Content/Compute/References/computeshapes.htm); RDMA NICs: Oracle's oci-hpc, ib_write_bw.sh", checked = "2026-11-30" }
+  hgx  = { source = "stored excerpts of NVIDIA DGX user guides, the same HGX boards (docs.nvidia.com/dgx)", checked = "2026-11-30" }
 
   # nics: ordinary, RDMA. rails: RDMA NICs that reach the same NIC of other hosts. zones: where the shape is known to be
   # offered, regions or zones; empty: anywhere. local_disk_gb: NVMe inside the host.
