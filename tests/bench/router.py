@@ -465,7 +465,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, comma-separated")
     parser.add_argument("--nodes", default="1,4,16,32")
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--realtime", action="store_true", help="before every other process of this machine")
+    parser.add_argument(
+        "--realtime",
+        action="store_true",
+        help="before every other process of this machine, which all but stop while a router saturates its core",
+    )
     parser.add_argument("--json", type=Path, help="write the raw numbers there")
     arguments = parser.parse_args()
     counts = [int(n) for n in arguments.nodes.split(",")]
