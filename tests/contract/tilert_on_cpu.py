@@ -186,6 +186,7 @@ def tilert_on_cpu(model: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(arguments, name, partial(getattr(arguments, name), max_seq_len=ROWS))
     monkeypatch.setattr(end2end, "threading", SimpleNamespace(Thread=_AtOnce))
+    monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda self: None)  # most of the time otherwise
     monkeypatch.setattr(end2end, "get_profile_log_tensor", lambda **shape: torch.zeros(1))
     monkeypatch.setattr(end2end.ShowHandsDSALayer, "load_device_weights", lambda *a, **k: {})
     for part in (module(f"tilert.models.{tree}.modules.{kind}") for kind in ("dsa", "mtp")):
