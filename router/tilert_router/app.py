@@ -132,13 +132,19 @@ class Router:
 
     async def _native(self, http: web.Request, key: Key, request: Request) -> web.StreamResponse:
         self.keys.enter(key)
+        started, outcome = asyncio.get_running_loop().time(), "cancelled"
         try:
             model = request.model.removesuffix(FAST_SUFFIX) if request.fast else request.model
             answer = await self.native.forward(http, strip(request.body), model)
-            self.metrics.requests.labels("native", str(answer.status)).inc()
+            outcome = str(answer.status)
             return answer
+        except ApiError as error:
+            outcome = str(error.status)
+            raise
         finally:
             self.keys.leave(key)
+            self.metrics.requests.labels("native", outcome).inc()
+            _log_end(http, key, "native", outcome, started, {})
 
     async def _tilert(
         self, http: web.Request, key: Key, request: Request, policy: Policy, wait_s: float
@@ -178,17 +184,7 @@ class Router:
         finally:
             self.metrics.requests.labels("tilert", outcome).inc()
             trace.end(outcome, usage)
-            log.info(
-                "request ended",
-                extra={
-                    "rid": rid,
-                    "client_id": _echo(http).get("x-request-id"),
-                    "key": key.name,
-                    "outcome": outcome,
-                    "seconds": round(asyncio.get_running_loop().time() - started, 4),
-                    **(usage or {}),
-                },
-            )
+            _log_end(http, key, "tilert", outcome, started, {"rid": rid, **(usage or {})})
 
     async def _whole(self, http: web.Request, generation: Generation) -> web.StreamResponse:
         sink = Whole()
@@ -356,6 +352,16 @@ def _headers(http: web.Request, generation: Generation) -> dict[str, str]:
 def _echo(http: web.Request) -> dict[str, str]:
     given = http.headers.get("x-request-id", "")
     return {"x-request-id": given} if _ECHO.fullmatch(given) else {}
+
+
+def _log_end(
+    http: web.Request, key: Key, pool: str, outcome: str, started: float, more: dict[str, Any]
+) -> None:
+    """One line a request, whoever served it: no text of it, only names, counts and how it ended."""
+    seconds = round(asyncio.get_running_loop().time() - started, 4)
+    client_id = _echo(http).get("x-request-id")
+    line = {"pool": pool, "outcome": outcome, "client_id": client_id, "key": key.name, "seconds": seconds}
+    log.info("request ended", extra=line | more)
 
 
 def _json(payload: Any, status: int = 200) -> web.Response:

@@ -182,4 +182,14 @@ async def test_each_answer_has_a_line_with_its_handoff_and_the_clients_id(up: Up
         line = await said(running, "request ended")
     assert line["rid"] == headers["x-tilert-rid"]
     assert (line["client_id"], line["key"], line["outcome"]) == ("job-42", "anybody", "length")
+    assert line["pool"] == "tilert"
     assert (line["prompt_tokens"], line["completion_tokens"]) == (7, 5)
+
+
+async def test_native_answers_have_their_line_too(up: Up, tmp_path: Path) -> None:
+    bench = await up(1)
+    config = bench.config(native=[{"name": "n", "url": "http://127.0.0.1:9"}])
+    async with process(config, tmp_path / "router.yaml") as (running, url):
+        assert (await bench.post(url, CHAT))[0] == 503
+        line = await said(running, "request ended")
+    assert (line["pool"], line["outcome"], line["client_id"]) == ("native", "503", "job-42")
