@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,15 +182,47 @@ async def test_a_refusal_writes_nothing(vllm: Vllm) -> None:
         assert node.untouched
 
 
-async def test_counts_appear_on_vllms_metrics(vllm: Vllm) -> None:
+async def tilert_metrics(vllm: Vllm) -> dict[str, float]:
+    """Our series, without their prefix and the labels of the engine."""
+    await vllm.prefill(prompt(2, seed=7))  # vLLM passes statistics on when it runs
+    found: dict[str, float] = {}
+    for name, value in (await vllm.metrics()).items():
+        if name.startswith("vllm:tilert_"):
+            series = name.removeprefix("vllm:tilert_")
+            reason = series.partition('reason="')[2].partition('"')[0]
+            short = series.partition("{")[0] + (f":{reason}" if reason else "")
+            if "_bucket" not in short:
+                found[short] = found.get(short, 0.0) + value
+    return found
+
+
+async def test_vllms_metrics_say_what_was_handed_off(vllm: Vllm) -> None:
+    before = await tilert_metrics(vllm)
+    began = time.monotonic()
     async with FakeNode(LAYOUT) as node:
-        await vllm.prefill(prompt(64, seed=30), **to(node, new_rid()))
-        await node.ended()
-    await asyncio.sleep(0.1)
-    await vllm.prefill(prompt(2, seed=7))
-    await asyncio.sleep(0.1)
-    found = {k.partition("{")[0]: v for k, v in (await vllm.metrics()).items() if k.startswith("vllm:tilert")}
-    assert found["vllm:tilert_handoffs_total"] > 0
-    assert found["vllm:tilert_handoff_bytes_total"] > LAYOUT.segment_bytes(64)
-    assert found["vllm:tilert_handoff_wire_seconds_count"] == found["vllm:tilert_handoffs_total"]
-    assert "vllm:tilert_staging_bytes_in_use" in found
+        for length in (64, 500):
+            await vllm.prefill(prompt(length, seed=30 + length), **to(node, new_rid()))
+            await node.ended()
+    refused = {"error": "busy", "message": "decoding"}
+    async with FakeNode(LAYOUT, accept=lambda _: refused) as busy:
+        await vllm.prefill(prompt(64, seed=32), **to(busy, new_rid()))
+    await vllm.prefill(prompt(64, seed=33), **to(busy, new_rid(), host="192.0.2.1"))
+    wanted = {
+        "handoffs_total": 2,
+        "handoff_bytes_total": LAYOUT.segment_bytes(564),
+        "handoff_failures_total:busy": 1,
+        "handoff_failures_total:host_not_allowed": 1,
+        **{f"handoff_{name}_seconds_count": 2 for name in ("gather", "queue", "wire", "total")},
+    }
+    async with asyncio.timeout(20):
+        while True:
+            after = await tilert_metrics(vllm)
+            grown = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {*before, *after}}
+            if {name: grown.get(name, 0.0) for name in wanted} == wanted:
+                break
+            await asyncio.sleep(0.1)
+    took = {name: grown[f"handoff_{name}_seconds_sum"] for name in ("gather", "queue", "wire", "total")}
+    assert all(seconds > 0 for seconds in took.values())
+    assert took["wire"] < took["total"] < time.monotonic() - began
+    assert took["gather"] + took["queue"] < time.monotonic() - began
+    assert after["staging_bytes_in_use"] == 0
