@@ -73,7 +73,7 @@ class Ports:
 Command = Callable[[Ports, int, Path], list[str]]
 
 
-def ours(ports: Ports, port: int, folder: Path) -> list[str]:
+def ours(ports: Ports, port: int, folder: Path, **changes: Any) -> list[str]:
     config = {
         "listen": {"port": port},
         "model": {"name": "small", "tokenizer": str(folder), "max_model_len": 1 << 20},
@@ -84,7 +84,7 @@ def ours(ports: Ports, port: int, folder: Path) -> list[str]:
         ],
         "queue": {"max_waiting": 4096, "timeout_s": 600},
         "logs": {"level": "warning"},
-    }
+    } | changes
     (folder / "router.yaml").write_text(yaml.safe_dump(config))
     return [sys.executable, "-m", "tilert_router.cli", "serve", str(folder / "router.yaml")]
 
@@ -240,7 +240,8 @@ class Bench:
         _, client = await loop.create_connection(lambda: Client(self.load), "127.0.0.1", self.port)
         return client
 
-    async def _ask_on(self, tokens: int, replies: list[Reply]) -> None:
+    async def ask_on(self, tokens: int, replies: list[Reply]) -> None:
+        """Ask without pause until cancelled; each answer, begun or whole, is in `replies`."""
         client = await self.client()
         while True:
             self._serial += 1
@@ -256,7 +257,7 @@ class Bench:
     async def window(self, clients: int, tokens: int, warm_s: float, seconds: float) -> Window:
         """Let `clients` ask without pause; what is seen after `warm_s`."""
         replies: list[Reply] = []
-        tasks = [asyncio.create_task(self._ask_on(tokens, replies)) for _ in range(clients)]
+        tasks = [asyncio.create_task(self.ask_on(tokens, replies)) for _ in range(clients)]
         if tokens * clients / RATE > 1:
             # Not all in step: answers begin spread over the length of one.
             for _ in tasks[1:]:
@@ -313,9 +314,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(name: str, nodes: int, rate: float):
+async def running(name: str, nodes: int, rate: float, prefill_s: float = 0.0):
     """The system `name` in front of `nodes` fakes."""
-    load = Load(rate)
+    load = Load(rate, prefill_s)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder))
         ports = Ports(

@@ -107,7 +107,19 @@ class _Http(asyncio.Protocol):
 class _Stream:
     """An answer on its way out."""
 
-    __slots__ = ("_draw", "_due", "_left", "_lines", "_load", "_reply", "_sent", "http", "node", "rid")
+    __slots__ = (
+        "_draw",
+        "_due",
+        "_left",
+        "_lines",
+        "_load",
+        "_reply",
+        "_sent",
+        "_start",
+        "http",
+        "node",
+        "rid",
+    )
 
     def __init__(
         self, load: Load, http: _Http, reply: Reply, lines: bool, rid: str, node: Node | None
@@ -117,7 +129,7 @@ class _Stream:
         self._draw = random.Random(len(load.streams))
         self._left = reply.max_tokens
         self._sent = 0
-        self._due = perf_counter()
+        self._start = self._due = perf_counter()
         kind = b"application/x-ndjson" if lines else b"text/event-stream"
         http.transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\n\r\n" % kind
@@ -139,6 +151,7 @@ class _Stream:
             self._load.bursts += 1
             self.http.chunk(self._burst(size))
             if not self._left:
+                self._load.decodes_s.append(perf_counter() - self._start)
                 self._free()
                 self._end()
                 return True
@@ -220,10 +233,15 @@ class Node:
 
 
 class Load:
-    """The fakes of one run. `rate` is tokens/s of one answer."""
+    """The fakes of one run. `rate` is tokens/s of one answer, `prefill_s` how long a prefill takes."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, prefill_s: float = 0.0) -> None:
         self.rate = rate
+        self.prefill_s = prefill_s
+        self.prefills_s: list[float] = []
+        """How long each prefill took that was not answered at once."""
+        self.decodes_s: list[float] = []
+        """How long a node's engine was each answer's."""
         self.bursts = 0
         self.streams: list[_Stream] = []
         self.replies: dict[str, Reply] = {}
@@ -275,7 +293,16 @@ class Load:
         answer: dict[str, Any] = {"id": f"chatcmpl-{rid}", "model": "small", "choices": [choice]}
         if asked.get("return_token_ids"):
             answer["prompt_token_ids"] = self._prompt_ids
-        http.answer(answer | {"usage": {"prompt_tokens": PROMPT_TOKENS}})
+        answer |= {"usage": {"prompt_tokens": PROMPT_TOKENS}}
+        if not self.prefill_s:
+            return http.answer(answer)
+        start = perf_counter()
+
+        def end() -> None:
+            self.prefills_s.append(perf_counter() - start)
+            http.answer(answer)
+
+        asyncio.get_running_loop().call_later(self.prefill_s, end)
 
     def native(self, http: _Http, path: str, body: bytes) -> None:
         """An OpenAI server that streams the same bursts as chunks."""
