@@ -217,6 +217,33 @@ async def test_prefill_ahead_overlaps_one_requests_prefill_with_anothers_decode(
     assert bench.nodes[0].most_running == 1
 
 
+async def test_a_first_token_waits_for_its_decode_leg_so_a_lost_state_has_its_own_status(up: Up) -> None:
+    bench = await up(1)
+    url = await bench.router(limits={"retries": 0})
+    node = bench.nodes[0]
+    node.token_s = 0.05
+    running = asyncio.create_task(bench.post(url, CHAT | {"stream": True, "max_tokens": 20}))
+    async with asyncio.timeout(5):
+        while not node.running:
+            await asyncio.sleep(0.01)
+        node.lose_state = True
+        behind = asyncio.create_task(
+            bench.http.post(url + "/v1/chat/completions", json=CHAT | {"stream": True})
+        )
+        while len(bench.prefill.bodies) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        # Its first token is there, the node is still another's: no byte has left.
+        assert node.running
+        assert not behind.done()
+        status, _, raw = await running
+        answer = await behind
+        body = await answer.json()
+    assert (status, events(raw)[-1]) == (200, "[DONE]")
+    assert (answer.status, body["error"]["code"]) == (504, "kv_transfer_timeout")
+    assert answer.content_type == "application/json"
+
+
 async def test_silence_inside_a_stream_is_filled_with_comments(up: Up) -> None:
     bench = await up(1)
     url = await bench.router(timeouts={"stall_s": 5, "keepalive_s": 0.1, "handoff_s": 2, "cancel_s": 2})
