@@ -1,0 +1,245 @@
+"""The order of an upgrade, and what a failure leaves, with systemd, HTTP and the comparison played.
+
+The same playbook runs against real nodes under load in tests/e2e; here it takes no container.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
+pytestmark = [
+    pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here"),
+    pytest.mark.timeout(600),
+]
+
+SECRET = "s" * 40
+SYSTEMCTL = """#!/bin/sh
+case "$*" in
+  *is-active*) echo active; exit ;;
+  *show*) printf 'Id=x.service\\nActiveState=active\\nLoadState=loaded\\nUnitFileState=enabled\\n'; exit ;;
+esac
+echo "systemctl $*" >>"{calls}"
+"""
+# What role tilert_decode does to a host: a new environment, the former one beside it, a new unit.
+ROLE = """
+- name: A new version
+  ansible.builtin.shell:
+    cmd: |
+      set -eu
+      cd "{{ tilert_prefix }}"
+      echo "install $(cat decode/.stamp)" >>"{{ calls }}"
+      rm -rf decode.old; mv decode decode.old; mkdir decode
+      echo new >decode/.stamp; echo "unit new" >"{{ tilert_unit_dir }}/tilert-decode.service"
+      exit {{ role_status | default(0) }}
+"""
+
+
+class Pool:
+    """Two decode hosts and a router on this machine; everything they are asked is written to `calls`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls_file = folder, folder / "calls"
+        self.calls_file.touch()
+        for name in (
+            "bin",
+            "group_vars",
+            "host_vars",
+            "etc",
+            "roles/rdma/tasks",
+            "roles/tilert_decode/tasks",
+        ):
+            (folder / name).mkdir(parents=True)
+        self.program("bin/systemctl", SYSTEMCTL.replace("{calls}", str(self.calls_file)))
+        self.program("bin/systemd-run", f'#!/bin/sh\necho "check" >>"{self.calls_file}"\n')
+        (folder / "roles/rdma/tasks/main.yml").write_text("[]\n")
+        (folder / "roles/tilert_decode/tasks/main.yml").write_text(ROLE)
+        self.router = folder / "etc/router.yaml"
+        self.ports: dict[str, int] = {}
+
+    def program(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def serve(self) -> Iterator[None]:
+        """A decode node's and a router's HTTP on free ports."""
+        pool = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def answer(self, value: Any) -> None:
+                body = json.dumps(value).encode()
+                self.send_response(200)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                known = [node["name"] for node in yaml.safe_load(pool.router.read_text())["decode"]]
+                nodes = {"nodes": [{"name": name, "state": "FREE"} for name in known]}
+                self.answer(nodes if self.path == "/nodes" else {"status": "idle", "slots": []})
+
+            def do_POST(self) -> None:
+                if self.path.startswith("/pd/") and self.headers["authorization"] != f"Bearer {SECRET}":
+                    self.send_error(401)
+                    return
+                with pool.calls_file.open("a") as calls:
+                    calls.write(f"{self.path}\n")
+                self.answer({})
+
+        servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+        self.ports = {"node": servers[0].server_port, "admin": servers[1].server_port}
+        for server in servers:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        for server in servers:
+            server.shutdown()
+
+    def upgrade(self, *arguments: str, compare: str = "exit 0") -> subprocess.CompletedProcess[str]:
+        """Run upgrade.yml; `compare` is the shell that answers for the comparison."""
+        decode = [
+            {"name": f"d{n}", "url": f"http://127.0.0.{n}:5557", "host": f"127.0.0.{n}", "ctrl_port": 5556}
+            for n in (1, 2)
+        ]
+        model = {"name": "small", "tokenizer": "/srv", "max_model_len": 2048}
+        self.router.write_text(yaml.safe_dump({"model": model, "prefill": [], "decode": decode}))
+        for n in (1, 2):
+            prefix = self.folder / f"d{n}"
+            (prefix / "decode").mkdir(parents=True)
+            (prefix / "units").mkdir()
+            (prefix / "decode/.stamp").write_text("old\n")
+            (prefix / "units/tilert-decode.service").write_text("unit old\n")
+            (self.folder / f"host_vars/d{n}.yml").write_text(
+                json.dumps({"tilert_prefix": str(prefix), "tilert_unit_dir": str(prefix / "units")})
+            )
+            self.program(f"d{n}/router/bin/tilert-router", "#!/bin/sh\n")
+            self.program(
+                f"d{n}/router/bin/tilertctl",
+                f'#!/bin/sh\necho "compare $(cat {prefix}/decode/.stamp)" >>"{self.calls_file}"\n'
+                f"version=$(cat {prefix}/decode/.stamp)\n{compare}\n",
+            )
+        given = yaml.safe_load((ROOT / "inventory/local/group_vars/tilert.yml").read_text()) | {
+            "ansible_connection": "local",
+            "ansible_become": False,
+            "ansible_python_interpreter": sys.executable,
+            "tilert_config_dir": str(self.folder / "etc"),
+            "tilert_user": str(os.getgid()),
+            "tilert_secret": SECRET,
+            "tilert_wheelhouse": "",
+            "tilert_controller_addresses": [],
+            "tilert_decode_http_port": self.ports["node"],
+            "tilert_decode_host": "127.0.0.1",
+            "tilert_router_admin_port": self.ports["admin"],
+            "calls": str(self.calls_file),
+        }
+        (self.folder / "group_vars/tilert.yml").write_text(json.dumps(given))
+        groups: dict[str, Any] = {g: {"hosts": {}} for g in ("ingress", "native", "observability")}
+        groups |= {
+            "prefill": {"hosts": {"p1": {"address": "127.0.0.8"}}},
+            "decode": {"hosts": {f"d{n}": {"address": f"127.0.0.{n}"} for n in (1, 2)}},
+            "router": {"hosts": {"g1": {"address": "127.0.0.9"}}},
+        }
+        (self.folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
+        environment = {
+            **os.environ,
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
+            "ANSIBLE_ROLES_PATH": str(self.folder / "roles"),
+            "ANSIBLE_NOCOLOR": "1",
+            "LC_ALL": "C.UTF-8",
+        }
+        command = [
+            str(PLAYBOOK),
+            "-i",
+            str(self.folder / "hosts.yml"),
+            str(ROOT / "ansible/upgrade.yml"),
+            *arguments,
+        ]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.calls_file.read_text().splitlines()
+
+    def runs(self, host: str) -> tuple[str, str]:
+        prefix = self.folder / host
+        unit = (prefix / "units/tilert-decode.service").read_text().strip()
+        return (prefix / "decode/.stamp").read_text().strip(), unit
+
+    @property
+    def known(self) -> list[str]:
+        return [node["name"] for node in yaml.safe_load(self.router.read_text())["decode"]]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path)
+    serving = made.serve()
+    next(serving)
+    yield made
+    next(serving, None)
+
+
+ONE_NODE = [
+    "/pd/drain",
+    "/nodes/{0}/drain",
+    "systemctl reload tilert-router.service",
+    "install old",
+    "check",
+    "compare new",
+]
+BACK = ["/pd/undrain", "/nodes/{0}/undrain", "systemctl reload tilert-router.service"]
+CHECK_ENDS = "systemctl stop tilert-router-check.service"
+
+
+def test_each_node_is_drained_replaced_compared_and_put_back_before_the_next(pool: Pool) -> None:
+    done = pool.upgrade()
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [call.format(host) for host in ("d1", "d2") for call in [*ONE_NODE, CHECK_ENDS, *BACK]]
+    assert pool.calls == expected
+    assert {pool.runs(host) for host in ("d1", "d2")} == {("new", "unit new")}
+    assert pool.known == ["d1", "d2"]
+    # The way back is kept.
+    assert (pool.folder / "d1/decode.version/tilert-decode.service").read_text() == "unit old\n"
+
+
+def test_a_node_that_decodes_wrongly_gets_its_version_back_and_the_next_is_not_touched(pool: Pool) -> None:
+    done = pool.upgrade(compare='[ "$version" = old ] || { echo "DIFFERENT at token 3"; exit 1; }')
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "d1: the upgrade failed (The tokens are vLLM's own: DIFFERENT at token 3)" in said
+    undone = [
+        "systemctl daemon-reload",
+        "systemctl restart tilert-decode.service",
+        "check",
+        "compare old",
+        CHECK_ENDS,
+    ]
+    assert pool.calls == [call.format("d1") for call in [*ONE_NODE, CHECK_ENDS, *undone, *BACK]]
+    assert pool.runs("d1") == pool.runs("d2") == ("old", "unit old")
+    assert pool.known == ["d1", "d2"]
+
+
+def test_a_node_whose_former_version_is_wrong_too_stays_out_of_service(pool: Pool) -> None:
+    done = pool.upgrade(compare="echo DIFFERENT; exit 1")
+    assert done.returncode != 0
+    assert "The node is out of service, the others serve" in " ".join(done.stdout.split())
+    assert "/pd/undrain" not in pool.calls
+    assert pool.known == ["d2"]
+    assert pool.runs("d2") == ("old", "unit old")
