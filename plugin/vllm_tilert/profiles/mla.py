@@ -47,8 +47,12 @@ class MlaProfile:
         return _layout(len(caches), dtype)
 
     def gatherer(self, kv_caches: Mapping[str, torch.Tensor], layout: Layout) -> MlaGatherer:
-        """A gatherer over these caches."""
-        return MlaGatherer(base.by_layer(kv_caches, "mla"), layout)
+        """A gatherer over these caches, which lie in host memory; raises ProfileError where they do not."""
+        caches = base.by_layer(kv_caches, "mla")
+        # index_select would be queued on a GPU and called done.
+        if caches[0].device.type != "cpu":
+            raise ProfileError("mla cache device", str(caches[0].device), "profile mla gathers on the CPU only")
+        return MlaGatherer(caches, layout)
 
     def layout_from_config(self, config: Mapping[str, Any], kv_cache_dtype: str) -> Layout:
         """The layout for config.json; `auto` takes the model's own dtype. Raises ProfileError."""

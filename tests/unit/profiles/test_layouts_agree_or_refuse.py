@@ -161,3 +161,11 @@ def test_a_missing_draft_layer_shows_as_a_layout_mismatch() -> None:
     prefill = profile.layout_from_caches(nsa_caches(2, 2, "fp8_ds_mla"))
     decode = profile.layout_from_config(DSA, "fp8")
     assert decode.mismatch(prefill.describe()) == "layout.layers: here 3, peer 2"
+
+
+def test_profile_mla_refuses_caches_that_do_not_lie_in_host_memory() -> None:
+    profile = get_profile("mla")
+    caches = {name: cache.to("meta") for name, cache in mla_caches(2, 3, torch.float32).items()}
+    with pytest.raises(ProfileError, match="profile mla gathers on the CPU only") as error:
+        profile.gatherer(caches, profile.layout_from_caches(caches))
+    assert (error.value.field, error.value.value) == ("mla cache device", "meta")
