@@ -51,7 +51,9 @@ class MlaProfile:
         caches = base.by_layer(kv_caches, "mla")
         # index_select would be queued on a GPU and called done.
         if caches[0].device.type != "cpu":
-            raise ProfileError("mla cache device", str(caches[0].device), "profile mla gathers on the CPU only")
+            raise ProfileError(
+                "mla cache device", str(caches[0].device), "profile mla gathers on the CPU only"
+            )
         return MlaGatherer(caches, layout)
 
     def layout_from_config(self, config: Mapping[str, Any], kv_cache_dtype: str) -> Layout:
