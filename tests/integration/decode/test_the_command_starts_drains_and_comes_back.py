@@ -31,7 +31,10 @@ class _Remote:
 
 @contextlib.asynccontextmanager
 async def command(
-    model_dir: Path, tmp_path: Path, ports: tuple[int, int]
+    model_dir: Path,
+    tmp_path: Path,
+    ports: tuple[int, int],
+    transport: tuple[str, str] = ("mooncake", "tcp"),
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Running]]:
     secret = tmp_path / "secret"
     secret.write_text("a shared secret\n")
@@ -44,12 +47,12 @@ async def command(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "vllm_tilert.cli", "decode", "--engine", "reference", "--model", "mla"),
             *("--model-weights-dir", str(model_dir), "--max-seq-len", "512", "--host", HOST),
-            *("--ctrl-port", str(ports[0]), "--http-port", str(ports[1]), "--transport", "mooncake"),
-            *("--protocol", "tcp", "--secret-file", str(secret), "--drain-s", "20"),
+            *("--ctrl-port", str(ports[0]), "--http-port", str(ports[1]), "--transport", transport[0]),
+            *("--protocol", transport[1], "--secret-file", str(secret), "--drain-s", "20"),
             env=os.environ | {"PYTHONPATH": ":".join(sys.path), "NOTIFY_SOCKET": path},
         )
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 assert await asyncio.get_running_loop().sock_recv(notify, 64) == b"READY=1"
             headers = {"authorization": "Bearer a shared secret"}
             async with aiohttp.ClientSession(headers=headers) as http:
