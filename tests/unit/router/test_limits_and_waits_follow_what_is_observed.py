@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tilert_router.config import ConfigError, load, parse, reference_markdown
 from tilert_router.decode import Reservation
 from tilert_router.errors import ApiError
-from tilert_router.keys import Keys
+from tilert_router.keys import Key, Keys
 from tilert_router.leases import Bounds, Pool
 from tilert_router.queue import FairQueue, Ticket
 from vllm_tilert.wire.notify import sd_notify
@@ -142,3 +143,11 @@ def test_systemd_is_told_where_it_asked(tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.setenv("NOTIFY_SOCKET", name)
             sd_notify("READY=1")
             assert systemd.recv(100) == b"READY=1"
+
+
+def test_the_role_takes_exactly_the_limits_that_a_key_has() -> None:
+    specs = yaml.safe_load((ROOT / "roles/pd_router/meta/argument_specs.yml").read_text())
+    said = specs["argument_specs"]["main"]["options"]["pd_router_keys"]["options"]
+    assert set(said) == {field.alias or name for name, field in Key.model_fields.items()}
+    required = {name for name, option in said.items() if option.get("required")}
+    assert required == {name for name, field in Key.model_fields.items() if field.is_required()}
