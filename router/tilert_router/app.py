@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from tilert_router.answers import DONE, Chunks, Events, Whole, event, whole
-from tilert_router.config import FAST_SUFFIX, Config, Policy, read_secret
+from tilert_router.config import FAST_SUFFIX, Config, Decode, Policy, read_secret
 from tilert_router.decode import DecodeClient, NodeError
 from tilert_router.errors import ApiError, bad_request, unavailable
 from tilert_router.fields import Kind, strip
@@ -66,22 +66,29 @@ class Router:
             self.metrics,
             load_parsing(config.model),
         )
+        self._used: dict[str, Decode] = {}
+        self.pool.on_gone = lambda: self._use(self.config)
         self._use(config)
 
     def _use(self, config: Config) -> None:
-        """Take the nodes of `config`; those that stay keep their leases."""
-        self.prefill.set_nodes({node.name: node.url for node in config.prefill})
+        """Take the nodes of `config`; those that stay keep their leases.
+
+        A node that comes back while it still ends what it had is taken back as it is. One that comes back changed waits
+        until the old one has ended: both may be one server, and would lease it twice.
+        """
         secret = read_secret(config.secrets.decode_file)
+        self.prefill.set_nodes({node.name: node.url for node in config.prefill})
         wanted = {node.name: node for node in config.decode}
-        had = {node.name: node for node in self.config.decode}
-        for name, node in list(self.pool.nodes.items()):
-            if not node.retired and wanted.get(name) != had.get(name):
-                self.pool.retire(name)
+        for name in [name for name in self.pool.nodes if wanted.get(name) != self._used[name]]:
+            self.pool.retire(name)
+        self.config = config
         for name, chosen in wanted.items():
             if name not in self.pool.nodes:
+                self._used[name] = chosen
                 client = DecodeClient(chosen.url, secret, config.timeouts.connect_s)
                 self.pool.add(name, chosen.host, chosen.ctrl_port, client, chosen.stock)
-        self.config = config
+            elif chosen == self._used[name]:
+                self.pool.restore(name)
 
     def reload(self, config: Config) -> None:
         """Take nodes and keys from a changed file; everything else needs a restart. Raises ConfigError."""

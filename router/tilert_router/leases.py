@@ -183,6 +183,8 @@ class Pool:
         self.service_s: float | None = None
         """Running mean of the time that one request keeps a node from the next; None before the first."""
         self._loop = asyncio.get_running_loop()
+        self.on_gone: Callable[[], None] = lambda: None
+        """Called after a retired node's last lease has ended."""
 
     # Nodes
 
@@ -199,10 +201,16 @@ class Pool:
         node.retired = True
         self._drop_if_gone(node)
 
+    def restore(self, name: str) -> None:
+        """Use a node again that was retired and still ends its leases; nothing otherwise."""
+        self.nodes[name].retired = False
+        self.kick()
+
     def _drop_if_gone(self, node: Node) -> None:
         if node.retired and not node.leases and self.nodes.get(node.name) is node:
             del self.nodes[node.name]
             self._probes.pop(node.name).cancel()
+            self._loop.call_soon(self.on_gone)
 
     async def close(self) -> None:
         """Stop the background tasks; leases still held are left to the nodes' own time limits."""

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from integration.router.parts import CHAT, Bench, Up, events, settled
+from tilert_router.config import Config
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,6 +142,33 @@ async def test_sighup_takes_nodes_and_keys_and_drops_nothing(up: Up, tmp_path: P
         fault = await said(running, "configuration not reloaded")
         assert "not YAML" in fault["fault"]
         assert (await bench.post(url, CHAT))[0] == 200
+
+
+@pytest.mark.parametrize("changed", [False, True])
+async def test_a_node_put_back_while_it_ends_what_it_had_serves_again(up: Up, changed: bool) -> None:
+    bench = await up(2)
+    router, url, admin = await bench.whole_router(prefill_ahead=False)
+    both = bench.config()["decode"]
+    back = [dict(both[0]), both[1]]
+    if changed:  # Another definition of the same server: it must not be leased twice.
+        back[0]["url"] = both[0]["url"].replace("127.0.0.1", "localhost")
+    for node in bench.nodes:
+        node.token_s = 0.05
+    streams = [asyncio.create_task(bench.post(url, CHAT | {"stream": True, "max_tokens": 30})) for _ in both]
+    await asyncio.sleep(0.4)
+    router.reload(Config.model_validate(bench.config(decode=both[1:])))
+    router.reload(Config.model_validate(bench.config(decode=back)))
+    _, shown = await get(bench, admin + "/nodes")
+    states = {n["name"]: n["state"] for n in shown["nodes"]}
+    assert states[both[0]["name"]] == ("DRAINING" if changed else "LEASED")
+    assert all(len(node.slots) == 1 for node in bench.nodes)
+    for stream in streams:
+        assert events((await stream)[2])[-1] == "[DONE]"
+    for node in bench.nodes:
+        node.decoded.clear()
+    for _ in range(4):
+        await asyncio.gather(*(bench.post(url, CHAT) for _ in both))
+    assert all(node.decoded for node in bench.nodes), "one of them serves nothing"
 
 
 async def test_sigterm_ends_running_answers_and_takes_no_new_ones(up: Up, tmp_path: Path) -> None:
