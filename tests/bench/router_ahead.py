@@ -40,6 +40,7 @@ class Pace:
 async def pace(name: str, prefill_s: float, decode_s: float, answers: int) -> Pace:
     """Requests/s over `answers` answers that ended one after the other, from the end of the one before."""
     async with running(name, 1, RATE, prefill_s) as bench:
+        bench.load.seed = 0
         replies: list[Reply] = []
         asking = [asyncio.create_task(bench.ask_on(round(RATE * decode_s), replies)) for _ in range(CLIENTS)]
         ended: list[float] = []

@@ -126,7 +126,7 @@ class _Stream:
     ) -> None:
         self._load, self.http, self._reply, self._lines = load, http, reply, lines
         self.rid, self.node = rid, node
-        self._draw = random.Random(len(load.streams))
+        self._draw = random.Random(len(load.streams) if load.seed is None else load.seed)
         self._left = reply.max_tokens
         self._sent = 0
         self._start = self._due = perf_counter()
@@ -238,6 +238,8 @@ class Load:
     def __init__(self, rate: float, prefill_s: float = 0.0) -> None:
         self.rate = rate
         self.prefill_s = prefill_s
+        self.seed: int | None = None
+        """Every answer comes in the same bursts, so takes equally long; None: they differ."""
         self.prefills_s: list[float] = []
         """How long each prefill took that was not answered at once."""
         self.decodes_s: list[float] = []
