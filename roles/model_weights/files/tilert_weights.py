@@ -592,6 +592,14 @@ def seal(options: argparse.Namespace) -> dict[str, Any]:
 # --- converting -------------------------------------------------------------------------------------------------------
 
 
+def accompany(model: Path, source: Manifest, partial: Path) -> None:
+    """Copy what engines and tokenizers read beside the weights, where the converter did not write its own."""
+    for file in source.files:
+        beside = "/" not in file.path and not file.path.endswith((".safetensors", ".bin", ".index.json"))
+        if beside and not (partial / file.path).exists():
+            shutil.copyfile(model / file.path, partial / file.path)
+
+
 def convert(options: argparse.Namespace) -> dict[str, Any]:
     """Convert a complete checkpoint. Until all of it is there the result is called NAME.partial."""
     model, dest = Path(options.model_dir), Path(options.dest)
@@ -626,6 +634,7 @@ def convert(options: argparse.Namespace) -> dict[str, Any]:
             raise Failed(f"the converter ended with {done.returncode}; its output is above")
         if not list(partial.glob("*.index.json")):
             raise Failed(f"the converter wrote no index into {partial}: it did not end")
+        accompany(model, source, partial)
         made = listing(partial, made_by)
         for file in made.files:
             with (partial / file.path).open("rb") as stream:

@@ -499,7 +499,7 @@ def test_a_conversion_is_done_once_and_again_for_other_weights_or_another_conver
     assert run(*conversion.arguments())[0]["changed"]
     assert not run(*conversion.arguments())[0]["changed"]
     assert conversion.runs == 1
-    assert run("verify", conversion.dest)[0]["files"] == 4
+    assert run("verify", conversion.dest)[0]["files"] == 6
     assert run(*conversion.arguments(version="0.1.6"))[0]["changed"]
     newer = checkpoint(tmp_path / "newer", seed=5)
     run("fetch", conversion.model, newer, *QUICK)
@@ -507,6 +507,14 @@ def test_a_conversion_is_done_once_and_again_for_other_weights_or_another_conver
     assert conversion.runs == 3
     assert not list(conversion.dest.parent.glob("*.partial"))
     assert not list(conversion.dest.parent.glob("*.old"))
+
+
+def test_configuration_and_tokenizer_go_with_the_converted_weights(conversion: Conversion) -> None:
+    run(*conversion.arguments())
+    made, had = content(conversion.dest), content(conversion.model)
+    assert made["config.json"] == had["config.json"]
+    assert made["tokenizer.json"] == had["tokenizer.json"]
+    assert not [name for name in had if name.endswith(".safetensors") and made.get(name) == had[name]]
 
 
 def test_two_hosts_convert_into_one_folder_once(conversion: Conversion) -> None:
@@ -534,7 +542,7 @@ def test_a_conversion_that_is_cut_leaves_nothing_that_looks_done(conversion: Con
     assert partial.is_dir()
     assert not conversion.dest.exists()
     assert run(*conversion.arguments())[0]["changed"]
-    assert run("verify", conversion.dest)[0]["files"] == 4
+    assert run("verify", conversion.dest)[0]["files"] == 6
     assert not partial.exists()
 
 
