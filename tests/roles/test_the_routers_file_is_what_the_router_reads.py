@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,9 +83,9 @@ def test_one_parser_is_enough_for_its_environment(tmp_path: Path, parser: str) -
     assert {config.model.reasoning_parser, config.model.tool_parser} == {"deepseek_v3", None}
 
 
-def run_tasks(folder: Path, tasks: list[dict[str, Any]], **variables: Any) -> str:
+def run_tasks(folder: Path, tasks: list[dict[str, Any]], *arguments: str, **variables: Any) -> str:
     """Tasks on one router of an inventory; what Ansible printed."""
-    (folder / "group_vars").mkdir()
+    (folder / "group_vars").mkdir(exist_ok=True)
     shutil.copy(ROOT / "ansible/group_vars/all.yml", folder / "group_vars/all.yml")
     given = {
         "ansible_connection": "local",
@@ -92,6 +93,7 @@ def run_tasks(folder: Path, tasks: list[dict[str, Any]], **variables: Any) -> st
         "tilert_secret": SECRET,
         "tilert_prefill_key": "",
         "tilert_credentials_dir": str(folder),
+        "pd_router_venv": str(folder / "venv"),
         "tilert_user": str(os.getgid()),
     }
     (folder / "group_vars/tilert.yml").write_text(json.dumps(given | variables))
@@ -100,7 +102,7 @@ def run_tasks(folder: Path, tasks: list[dict[str, Any]], **variables: Any) -> st
     (folder / "play.yml").write_text(json.dumps([{"hosts": "router", "gather_facts": False, "tasks": tasks}]))
     environment = {"ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"), "ANSIBLE_HOME": str(folder / "home")}
     done = subprocess.run(
-        [PLAYBOOK, "-i", folder / "hosts.yml", folder / "play.yml"],
+        [PLAYBOOK, "-i", folder / "hosts.yml", folder / "play.yml", *arguments],
         env=os.environ | environment | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
         capture_output=True,
         text=True,
@@ -133,3 +135,20 @@ def test_keys_are_written_as_the_router_reads_them(tmp_path: Path) -> None:
     assert one == key
     assert "pd_router_keys: the sha256 of one is not 64 hex digits" in printed
     assert "not a hash" not in printed
+
+
+def test_changed_keys_reload_the_router_and_a_changed_secret_restarts_it(tmp_path: Path) -> None:
+    service = {"ansible.builtin.include_role": {"name": "pd_router", "tasks_from": "service.yml"}}
+
+    def handlers(*arguments: str, **variables: Any) -> set[str]:
+        # What they do needs systemd; that they are called does not.
+        printed = run_tasks(tmp_path, [service], *arguments, **variables)
+        return set(re.findall(r"RUNNING HANDLER \[pd_router : (\w+) the router\]", printed))
+
+    one, two = ({"name": name, "sha256": name * 64} for name in "ab")
+    assert handlers("--check", pd_router_keys=[one]) == {"Restart", "Reload"}
+    handlers(pd_router_keys=[one])
+    assert handlers("--check", pd_router_keys=[one]) == set()
+    assert handlers("--check", pd_router_keys=[one, two]) == {"Reload"}
+    (tmp_path / "decode").write_text("another secret")
+    assert handlers("--check", pd_router_keys=[one]) == {"Restart"}
