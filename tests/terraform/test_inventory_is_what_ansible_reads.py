@@ -118,7 +118,7 @@ def test_the_local_stack_without_its_hosts(workspace: Workspace, tmp_path: Path)
     """Its outputs need no container: they are written to a state that holds nothing else. (Containers: tests/e2e.)"""
     stack = workspace.copy("stacks/local", tmp_path / "terraform")
     assert workspace.terraform(stack, "init", "-input=false").code == 0
-    variables = ["-var", "image=localhost/tilert-host:test"]
+    variables = ["-var-file=terraform.tfvars.example"]
     applied = workspace.terraform(stack, "apply", "-refresh-only", "-auto-approve", *variables)
     assert applied.code == 0, applied.said
 
