@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import httpx
 import pytest
-from cluster import Cluster, until
+from cluster import ROOT, Cluster, until
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -110,7 +111,8 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
     clients, tokens = 100, 24
     prompt = "in the queue"
     expected = cluster.own(prompt, tokens)
-    with HealthProbe(cluster.url) as probe, ThreadPoolExecutor(1) as pool:
+    router = cluster.hosts("router")[0]
+    with HealthProbe(router) as probe, ThreadPoolExecutor(1) as pool:
         with cluster.streaming("first in line", LONG) as a, cluster.streaming("first in line too", LONG) as b:
             until("both nodes decode", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
             queue = pool.submit(asyncio.run, _a_queue(cluster, prompt, tokens, clients))
@@ -125,50 +127,68 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
     assert len(probe.times) >= 20
     assert all(own is not None for _, own in probe.times)
     assert max(probe.beyond_nginx()) < 0.1
-    order = sorted(range(clients), key=lambda i: results[i][0])
-    # Nodes take turns side by side, so neighbours may swap; nobody is overtaken by more than the pool's slots.
-    assert max(abs(place - i) for place, i in enumerate(order)) <= 4
+    # In the order in which they came to the router, by its own log: nodes take turns side by side, so neighbours may
+    # swap; nobody is overtaken by more than the pool's slots.
+    came_and_went = _router_times(cluster, {rid for rid, _ in results})
+    assert len(came_and_went) == clients
+    came = sorted(came_and_went, key=lambda rid: came_and_went[rid][0])
+    went = sorted(came_and_went, key=lambda rid: came_and_went[rid][1])
+    assert max(abs(went.index(rid) - place) for place, rid in enumerate(came)) <= 4
+
+
+def _router_times(cluster: Cluster, rids: set[str]) -> dict[str, tuple[float, float]]:
+    """When each of these requests came to the router and when it ended, in seconds, from the router's log."""
+    script = "journalctl -u tilert-router -o cat --no-pager --since -10min"
+    found = {}
+    for line in cluster.run(cluster.hosts("router")[0], script).splitlines():
+        if line.startswith("{"):
+            entry = json.loads(line)
+            if entry.get("event") == "request ended" and entry.get("rid") in rids:
+                ended = datetime.fromisoformat(entry["time"]).timestamp()
+                found[entry["rid"]] = (ended - entry["seconds"], ended)
+    return found
 
 
 class HealthProbe:
-    """Asks the ingress for /health every 100 ms, in a process of its own: the test's own work is not in the times.
+    """Asks the ingress for /health every 100 ms, on the router's host: the test's own work is not in the times.
 
     Before each it asks for a path that nginx answers alone: what that takes is this machine's doing, not the router's.
     `times`: pairs of seconds (nginx alone, /health), None for an answer of /health that was not 200 within 5 s.
     """
 
     SCRIPT = """
-import http.client, sys, time, urllib.parse
-url = urllib.parse.urlsplit(sys.argv[1])
+import http.client, select, sys, time
 def ask(path, status):
     start = time.perf_counter()
     try:
-        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", 80, timeout=5)
         connection.request("GET", path)
         ok = connection.getresponse().status == status
         connection.close()
     except OSError:
         ok = False
     return time.perf_counter() - start if ok else "none"
-while True:
+while not select.select([sys.stdin], [], [], 0.1)[0]:
     print(ask("/", 404), ask("/health", 200), flush=True)
-    time.sleep(0.1)
 """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, host: str) -> None:
+        self.host = host
         self.times: list[tuple[float, float | None]] = []
 
     def __enter__(self) -> HealthProbe:
+        command = shlex.join(["podman", "exec", "-i", self.host, "python3", "-c", self.SCRIPT])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", self.SCRIPT, self.url], stdout=subprocess.PIPE, text=True
+            ["bash", "-c", f'. "{ROOT}/bin/lib.sh"; . "$STACK/scripts/podman-env.sh"; exec {command}'],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        out, _ = self._process.communicate(timeout=10)
-        pairs = [line.split() for line in out.splitlines() if len(line.split()) == 2]
+        out, _ = self._process.communicate(timeout=30)  # it ends when its input does
+        pairs = [line.split() for line in out.splitlines()]
         self.times = [(float(alone), None if own == "none" else float(own)) for alone, own in pairs]
 
     def beyond_nginx(self) -> list[float]:
@@ -181,12 +201,12 @@ while True:
         ]
 
 
-async def _a_queue(cluster: Cluster, prompt: str, tokens: int, clients: int) -> list[tuple[float, list[int]]]:
-    """`clients` streams, 20 ms apart so that "in order" has an order: when each got its first token, and its tokens."""
+async def _a_queue(cluster: Cluster, prompt: str, tokens: int, clients: int) -> list[tuple[str, list[int]]]:
+    """`clients` streams, 20 ms apart: the rid and the tokens of each."""
 
-    async def one(number: int) -> tuple[float, list[int]]:
+    async def one(number: int) -> tuple[str, list[int]]:
         await asyncio.sleep(0.02 * number)
-        first, ids = 0.0, []
+        ids: list[int] = []
         body = cluster.chat(prompt, tokens)
         async with client.stream("POST", f"{cluster.url}/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200, await answer.aread()
@@ -195,10 +215,8 @@ async def _a_queue(cluster: Cluster, prompt: str, tokens: int, clients: int) -> 
                     event = json.loads(line[6:])
                     assert "error" not in event, event
                     for choice in event["choices"]:
-                        if choice.get("token_ids"):
-                            first = first or time.monotonic()
-                            ids += choice["token_ids"]
-        return first, ids
+                        ids += choice.get("token_ids") or []
+        return answer.headers["x-tilert-rid"], ids
 
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
