@@ -209,11 +209,12 @@ def gaps_as_prompt(prefill: Endpoint, model: str, own: Own) -> list[float]:
 
 
 def tie_margin(moves: Sequence[float]) -> float:
-    """The gap below which a token is a near-tie: four times the median by which vLLM's own gaps move.
+    """The gap below which a token is a near-tie: as far as one in a hundred of vLLM's own gaps moves.
 
-    Equal arithmetic moves nothing and leaves no room; in bfloat16 the median is about one step of a logit.
+    Replies part where rounding is at its largest, so it is the tail of `moves` that counts. Equal arithmetic moves
+    nothing and leaves no room.
     """
-    return 4 * statistics.median(moves) if moves else 0.0
+    return statistics.quantiles(moves, n=100)[-1] if len(moves) > 1 else 0.0
 
 
 def _history(decode: Sequence[Endpoint], rid: str) -> dict[str, Any]:
@@ -309,8 +310,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tie-margin",
         type=lambda text: None if text == "auto" else float(text),
         default=0.0,
-        help="accept a first difference where vLLM's two best log-probabilities are closer than this; auto: than four "
-        "times the median by which they move when vLLM reads the same tokens as a prompt (default: accept none)",
+        help="accept a first difference where vLLM's two best log-probabilities are closer than this; auto: than one "
+        "in a hundred of them moves when vLLM reads the same tokens as a prompt (default: accept none)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 

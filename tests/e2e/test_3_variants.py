@@ -60,7 +60,7 @@ def test_bfloat16_agrees_up_to_the_first_near_tie(bfloat16: Cluster) -> None:
     print(
         f"near-tie below {margin:.3f} nats; prompts that part, at which token, vLLM's margin there: {parted}"
     )
-    assert 0 < margin < 0.5, "a margin that lets everything pass"
+    assert 0 < margin < 1.5, "a margin that lets everything pass"
     assert all(gap is not None and gap < margin for _, gap in parted.values()), parted
     agreed = [c["diverged_at"] if c["diverged_at"] is not None else len(c["expected"]) for c in comparisons]
     assert sum(agreed) >= 4 * len(agreed), f"they part at once: {agreed}"

@@ -48,8 +48,8 @@ def test_prompts_are_the_same_for_a_seed_and_differ_between_seeds() -> None:
 def test_the_near_tie_margin_comes_from_vllms_own_rounding() -> None:
     assert tie_margin([0.0] * 64) == 0.0
     assert tie_margin([]) == 0.0
-    # Single large moves (another expert chosen) make no room for the other tokens.
-    assert tie_margin([0.0625] * 60 + [2.0] * 4) == pytest.approx(0.25)
+    # The tail counts, and not the one move beyond it (another expert chosen).
+    assert tie_margin([0.0625] * 390 + [0.5] * 9 + [2.0]) == pytest.approx(0.5)
     # A token that vLLM itself would not choose when it reads is a tie, whatever its gap was in decoding.
     assert comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.25)
     assert not comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.0)
