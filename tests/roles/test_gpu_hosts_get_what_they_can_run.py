@@ -238,13 +238,15 @@ def test_vllm_leaves_room_for_what_is_staged(site: Site) -> None:
 def test_one_template_serves_tilert_alone_and_a_native_pool_around_it(site: Site) -> None:
     smi = str(nvidia_smi(site.folder, [B200] * 8))
 
-    def config() -> dict[str, Any]:
-        unit = site.unit("vllm_prefill", "vllm-prefill.service", vllm_prefill_nvidia_smi=smi)
+    def config(**changes: str) -> dict[str, Any]:
+        unit = site.unit("vllm_prefill", "vllm-prefill.service", vllm_prefill_nvidia_smi=smi, **changes)
         return dict(json.loads(option(argv(unit), "--kv-transfer-config")))
 
     alone = config()
     site.hosts["native"] = {"n1": {"address": "10.0.0.9"}}
-    both = config()
+    # A native pool that prefills for itself needs nothing from these hosts.
+    assert config(tilert_native_mode="aggregated") == alone
+    both = config(tilert_native_mode="decode")
     assert both["kv_connector"] == "MultiConnector"
     nixl, ours = both["kv_connector_extra_config"]["connectors"]
     assert ours == alone
