@@ -289,6 +289,19 @@ def report(comparisons: Sequence[Comparison], tie_margin: float) -> Iterator[str
     )
 
 
+def _margin(text: str) -> float | None:
+    """A gap in nats, or None for `auto`."""
+    try:
+        gap = None if text == "auto" else float(text)
+    except ValueError:
+        gap = -1.0
+    if gap is not None and not 0 <= gap < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: use auto, or a gap of 0 nats or more (0 accepts no difference)"
+        )
+    return gap
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tilertctl verify`."""
     parser.add_argument("--ingress", required=True, metavar="URL", help="what clients use")
@@ -308,7 +321,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--tie-margin",
-        type=lambda text: None if text == "auto" else float(text),
+        type=_margin,
         default=0.0,
         help="accept a first difference where vLLM's two best log-probabilities are closer than this; auto: than one "
         "in a hundred of them moves when vLLM reads the same tokens as a prompt (default: accept none)",

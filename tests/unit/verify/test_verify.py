@@ -1,8 +1,10 @@
 """`tilertctl verify` says identical only of what is identical."""
 
+import argparse
+
 import pytest
 
-from vllm_tilert.verify import Answer, Comparison, make_prompts, report, tie_margin
+from vllm_tilert.verify import Answer, Comparison, add_arguments, make_prompts, report, tie_margin
 
 
 def comparison(
@@ -53,3 +55,17 @@ def test_the_near_tie_margin_comes_from_vllms_own_rounding() -> None:
     # A token that vLLM itself would not choose when it reads is a tie, whatever its gap was in decoding.
     assert comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.25)
     assert not comparison([1, 2, 3], [1, 9, 3], 1, margin=-0.1).identical(0.0)
+
+
+@pytest.mark.parametrize("text", ["-0.1", "nan", "inf", "some"])
+def test_a_margin_that_is_none_is_refused_with_the_remedy(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    needed = ["--ingress", "http://i", "--prefill", "http://p", "--model", "m"]
+    assert parser.parse_args([*needed, "--tie-margin", "auto"]).tie_margin is None
+    assert parser.parse_args([*needed, "--tie-margin", "0.5"]).tie_margin == 0.5
+    with pytest.raises(SystemExit):
+        parser.parse_args([*needed, f"--tie-margin={text}"])
+    assert "use auto, or a gap of 0 nats or more" in capsys.readouterr().err
