@@ -160,7 +160,7 @@ class Router:
         started = asyncio.get_running_loop().time()
         trace = self.tracer.request(http.headers, request.kind, self.config.model.name)
         usage: dict[str, int] | None = None
-        rid: str | None = None
+        served: dict[str, Any] = {"rid": None}
         try:
             try:
                 generation = await self._generator.start(request, key.name, key.priority, wait_s, trace)
@@ -170,7 +170,12 @@ class Router:
                     return await self.native.forward(http, strip(request.body), self.config.model.name)
                 raise
             try:
-                opened, rid = asyncio.get_running_loop().time(), generation.rid
+                opened = asyncio.get_running_loop().time()
+                served = {
+                    "rid": generation.rid,
+                    "node": generation.node,
+                    "queued_s": round(generation.queued_s, 4),
+                }
                 self.metrics.first_token.observe(opened - started)
                 with trace.phase("decode", rid=generation.rid):
                     answer = await (self._stream if request.stream else self._whole)(http, generation)
@@ -191,7 +196,7 @@ class Router:
         finally:
             self.metrics.requests.labels("tilert", outcome).inc()
             trace.end(outcome, usage)
-            _log_end(http, key, "tilert", outcome, started, {"rid": rid, **(usage or {})})
+            _log_end(http, key, "tilert", outcome, started, served | (usage or {}))
 
     async def _whole(self, http: web.Request, generation: Generation) -> web.StreamResponse:
         sink = Whole()

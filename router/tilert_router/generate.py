@@ -81,6 +81,9 @@ class Generation:
         """Tells reasoning and tool calls from content; None: all of it is content."""
         self.prefilled = prefilled
         self.rid = lease.rid
+        self.node = lease.node.name
+        self.queued_s = 0.0
+        """Seconds from the request's arrival to its first lease."""
         self.finish_reason: str = "stop" if prefilled.ended else "length"
         self._lease = lease
         self._stream = stream
@@ -198,13 +201,17 @@ class Generator:
         )
         avoid: set[str] = set()
         failed: ApiError | None = None
+        queued_s = 0.0
         for attempt in range(1 + self._config.limits.retries):
             with trace.phase("queue", attempt=attempt):
                 lease = await self._lease(ticket, attempt, wait_s, failed)
             if not attempt:
-                self._metrics.phase.labels("queue").observe(self._loop.time() - queued)
+                queued_s = self._loop.time() - queued
+                self._metrics.phase.labels("queue").observe(queued_s)
             try:
-                return await self._attempt(request, lease, avoid, trace)
+                generation = await self._attempt(request, lease, avoid, trace)
+                generation.queued_s = queued_s
+                return generation
             except (PrefillFailed, NodeError) as error:
                 lease.abandon(str(error))
                 if isinstance(error, NodeError):

@@ -16,7 +16,7 @@ from cluster import ROOT, Cluster, until
 
 pytestmark = pytest.mark.timeout(1800)
 
-LONG = 1200  # tokens: long enough that a stream is still running when something happens to it
+LONG = 1900  # tokens, nearly the window: a stream of these is still running when something happens to it
 
 
 def test_a_client_that_leaves_midway_frees_its_node_for_the_next(cluster: Cluster) -> None:
@@ -24,7 +24,7 @@ def test_a_client_that_leaves_midway_frees_its_node_for_the_next(cluster: Cluste
     expected = cluster.own("who comes next", 32)
     with cluster.streaming(prompts[0], LONG) as a, cluster.streaming(prompts[1], LONG) as b:
         until("both streams run", lambda: len(a.token_ids) > 3 and len(b.token_ids) > 3, 60)
-        assert {cluster.holder(a.rid), cluster.holder(b.rid)} == set(cluster.hosts("decode"))
+        assert set(cluster.holders(a.rid, b.rid)) == set(cluster.hosts("decode"))
     left = time.monotonic()
     with cluster.streaming("who comes next", 32) as c:
         until("the next request's first token", lambda: c.token_ids, 10)
@@ -57,7 +57,7 @@ def test_a_decode_node_killed_midway_gives_an_error_event_and_rejoins(cluster: C
     while True:
         with cluster.streaming("one", LONG) as c, cluster.streaming("two", LONG) as d:
             until("both streams run", lambda: c.token_ids and d.token_ids, 60)
-            both = {cluster.holder(c.rid), cluster.holder(d.rid)} == set(cluster.hosts("decode"))
+            both = set(cluster.holders(c.rid, d.rid)) == set(cluster.hosts("decode"))
         if both:
             break
         assert time.monotonic() < deadline, "the killed node serves nothing"
@@ -120,61 +120,69 @@ def test_a_hundred_waiting_clients_are_served_in_order_and_health_stays_fast(clu
         # The two leave; the queue moves.
         results = queue.result()
     assert all(ids == expected for _, ids in results)
-    slowest = max(own or 5 for _, own in probe.times)
+    slowest = max(whole or 5 for whole, _ in probe.times)
     print(
-        f"/health: {len(probe.times)} answers, slowest {slowest:.3f} s, {max(probe.beyond_nginx()):.3f} s of it ours"
+        f"/health: {len(probe.times)} answers, slowest {slowest:.3f} s, {max(probe.ours()):.3f} s of it ours"
     )
     assert len(probe.times) >= 20
-    assert all(own is not None for _, own in probe.times)
-    assert max(probe.beyond_nginx()) < 0.1
-    # In the order in which they came to the router, by its own log: nodes take turns side by side, so neighbours may
-    # swap; nobody is overtaken by more than the pool's slots.
-    came_and_went = _router_times(cluster, {rid for rid, _ in results})
-    assert len(came_and_went) == clients
-    came = sorted(came_and_went, key=lambda rid: came_and_went[rid][0])
-    went = sorted(came_and_went, key=lambda rid: came_and_went[rid][1])
-    assert max(abs(went.index(rid) - place) for place, rid in enumerate(came)) <= 4
+    assert all(whole is not None for whole, _ in probe.times)
+    assert max(probe.ours()) < 0.1
+    # Served in the order in which they came to the router, by its own log: the queue gave them leases one after the
+    # other. Those who are given theirs side by side may swap, by no more than the pool has slots.
+    came_and_served = _router_times(cluster, {rid for rid, _ in results})
+    assert len(came_and_served) == clients
+    came = sorted(came_and_served, key=lambda rid: came_and_served[rid][0])
+    served = sorted(came_and_served, key=lambda rid: came_and_served[rid][1])
+    assert max(abs(served.index(rid) - place) for place, rid in enumerate(came)) <= 4
 
 
 def _router_times(cluster: Cluster, rids: set[str]) -> dict[str, tuple[float, float]]:
-    """When each of these requests came to the router and when it ended, in seconds, from the router's log."""
+    """When each of these requests came to the router and when it left the queue, in seconds, from the router's log."""
     script = "journalctl -u tilert-router -o cat --no-pager --since -10min"
     found = {}
     for line in cluster.run(cluster.hosts("router")[0], script).splitlines():
         if line.startswith("{"):
             entry = json.loads(line)
             if entry.get("event") == "request ended" and entry.get("rid") in rids:
-                ended = datetime.fromisoformat(entry["time"]).timestamp()
-                found[entry["rid"]] = (ended - entry["seconds"], ended)
+                came = datetime.fromisoformat(entry["time"]).timestamp() - entry["seconds"]
+                found[entry["rid"]] = (came, came + entry["queued_s"])
     return found
 
 
 class HealthProbe:
     """Asks the ingress for /health every 100 ms, on the router's host: the test's own work is not in the times.
 
-    Before each it asks for a path that nginx answers alone: what that takes is this machine's doing, not the router's.
-    `times`: pairs of seconds (nginx alone, /health), None for an answer of /health that was not 200 within 5 s.
+    `times`: pairs of seconds: the answer, None if it was not 200 within 5 s; and how long the router, nginx or the probe
+    were meanwhile ready to run while other processes had the cores. That is what a shared machine adds: the kernel
+    counts it, and a router whose event loop is busy is not excused by it.
     """
 
     SCRIPT = """
-import http.client, select, sys, time
-def ask(path, status):
+import http.client, os, select, subprocess, sys, time
+def pids(command):
+    return subprocess.run(command.split(), capture_output=True, text=True, check=True).stdout.split()
+processes = [os.getpid(), *pids("systemctl show -p MainPID --value tilert-router"), *pids("pgrep -x nginx")]
+assert len(processes) >= 4, processes
+def waited():
+    return sum(int(open(f"/proc/{process}/schedstat").read().split()[1]) for process in processes) / 1e9
+def ask():
     start = time.perf_counter()
     try:
         connection = http.client.HTTPConnection("127.0.0.1", 80, timeout=5)
-        connection.request("GET", path)
-        ok = connection.getresponse().status == status
+        connection.request("GET", "/health")
+        ok = connection.getresponse().status == 200
         connection.close()
     except OSError:
         ok = False
     return time.perf_counter() - start if ok else "none"
 while not select.select([sys.stdin], [], [], 0.1)[0]:
-    print(ask("/", 404), ask("/health", 200), flush=True)
+    before = waited()
+    print(ask(), waited() - before, flush=True)
 """
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self.times: list[tuple[float, float | None]] = []
+        self.times: list[tuple[float | None, float]] = []
 
     def __enter__(self) -> HealthProbe:
         command = shlex.join(["podman", "exec", "-i", self.host, "python3", "-c", self.SCRIPT])
@@ -189,16 +197,11 @@ while not select.select([sys.stdin], [], [], 0.1)[0]:
     def __exit__(self, *_: object) -> None:
         out, _ = self._process.communicate(timeout=30)  # it ends when its input does
         pairs = [line.split() for line in out.splitlines()]
-        self.times = [(float(alone), None if own == "none" else float(own)) for alone, own in pairs]
+        self.times = [(None if whole == "none" else float(whole), float(waited)) for whole, waited in pairs]
 
-    def beyond_nginx(self) -> list[float]:
-        """Seconds that each /health took beyond the slower of the two answers of nginx alone around it."""
-        alone = [pair[0] for pair in self.times]
-        return [
-            own - max(alone[i], alone[min(i + 1, len(alone) - 1)])
-            for i, (_, own) in enumerate(self.times)
-            if own is not None
-        ]
+    def ours(self) -> list[float]:
+        """Seconds that each answer took beyond waiting for a core that others had."""
+        return [whole - waited for whole, waited in self.times if whole is not None]
 
 
 async def _a_queue(cluster: Cluster, prompt: str, tokens: int, clients: int) -> list[tuple[str, list[int]]]:

@@ -210,7 +210,8 @@ async def test_each_answer_has_a_line_with_its_handoff_and_the_clients_id(up: Up
         line = await said(running, "request ended")
     assert line["rid"] == headers["x-tilert-rid"]
     assert (line["client_id"], line["key"], line["outcome"]) == ("job-42", "anybody", "length")
-    assert line["pool"] == "tilert"
+    assert (line["pool"], line["node"]) == ("tilert", bench.config()["decode"][0]["name"])
+    assert 0 <= line["queued_s"] <= line["seconds"]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (7, 5)
 
 
