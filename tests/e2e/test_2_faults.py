@@ -152,7 +152,7 @@ def _router_times(cluster: Cluster, rids: set[str]) -> dict[str, tuple[float, fl
 class HealthProbe:
     """Asks the ingress for /health every 100 ms, on the router's host: the test's own work is not in the times.
 
-    `times`: pairs of seconds: the answer, None if it was not 200 within 5 s; and how long the router, nginx or the probe
+    `times`: pairs of seconds: the answer (None: not 200 within 5 s), and how long the router, nginx or the probe
     were meanwhile ready to run while other processes had the cores. That is what a shared machine adds: the kernel
     counts it, and a router whose event loop is busy is not excused by it.
     """
