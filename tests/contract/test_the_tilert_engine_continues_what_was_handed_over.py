@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ def expected(state: ReceivedState, setting, first: int, count: int) -> list[int]
     return tokens
 
 
+def put(engine: TileRTEngine, given: ReceivedState | ConvertedState) -> None:
+    """As a node does."""
+    if isinstance(given, ReceivedState):
+        engine.land(given)
+    engine.inject(given, 17)
+
+
 def decode(engine: TileRTEngine, first: int, count: int, cancel: threading.Event | None = None):
     tokens: list[int] = []
     end = engine.decode(first, count, GREEDY, tokens.extend, cancel or threading.Event())
@@ -101,7 +109,7 @@ def test_bytes_and_planes_give_the_tokens_of_this_request(engine, setting, segme
     state = received(setting[0], len(segments), segments)
     want = expected(state, setting, 5, 20)
     for given in (state, converted(state)):
-        engine.inject(given, 17)
+        put(engine, given)
         tokens, end = decode(engine, 5, 20)
         assert tokens == want
         assert (end.tokens, end.finish_reason) == (20, "length")
@@ -120,15 +128,50 @@ def test_one_wrong_byte_gives_other_tokens(engine, setting) -> None:
 
 
 def test_a_shorter_request_after_a_longer_one_is_its_own(engine, setting) -> None:
-    engine.inject(received(setting[0], 1, (128, 40)), 17)
+    put(engine, received(setting[0], 1, (128, 40)))
     decode(engine, 3, 4)
     state = received(setting[0], 2, (30,))
+    put(engine, state)
+    assert decode(engine, 5, 12)[0] == expected(state, setting, 5, 12)
+
+
+def test_landed_segment_by_segment_it_is_the_same_request(engine, setting) -> None:
+    state = received(setting[0], 5, (64, 64, 7))
+    engine.land(replace(state, segments=(64,)))
+    engine.settle()
+    engine.land(replace(state, segments=(64, 64)), 1)
+    engine.land(state, 2)
     engine.inject(state, 17)
     assert decode(engine, 5, 12)[0] == expected(state, setting, 5, 12)
 
 
+def test_what_was_landed_of_a_request_given_up_is_nobodys(engine, setting) -> None:
+    gone, state = received(setting[0], 6, (64, 64, 9)), received(setting[0], 7, (64, 20))
+    engine.land(replace(gone, segments=(64, 64)))
+    put(engine, state)
+    assert decode(engine, 5, 12)[0] == expected(state, setting, 5, 12)
+
+
+def test_half_or_other_state_than_was_landed_is_never_injected(engine, setting) -> None:
+    state, other = received(setting[0], 8, (64, 9)), received(setting[0], 8, (64, 9))
+    half = replace(state, segments=(64,))
+    with pytest.raises(ValueError, match="has not been landed whole"):
+        engine.inject(state, 17)
+    engine.land(half)
+    with pytest.raises(ValueError, match="has not been landed whole"):
+        engine.inject(state, 17)
+    with pytest.raises(ValueError, match="segment 1 does not follow what was landed"):
+        engine.land(state, 1)  # the refused injection has made an end of it
+    engine.land(half)
+    with pytest.raises(ValueError, match="segment 1 does not follow what was landed"):
+        engine.land(other, 1)  # the same segments of another slot
+    engine.land(other)
+    with pytest.raises(ValueError, match="has not been landed whole"):
+        engine.inject(state, 17)
+
+
 def test_stop_cancel_and_no_room_end_as_the_seam_says(engine, setting) -> None:
-    engine.inject(received(setting[0], 3, (64,)), 17)
+    put(engine, received(setting[0], 3, (64,)))
     stop = next(iter(engine._adapter.stop_ids))
     assert stop > VOCABULARY
     assert decode(engine, stop, 5) == ([], Decoded(0, "stop"))
@@ -171,8 +214,8 @@ def test_unexpected_tensors_fall_back_to_inject_cache_and_say_so(
     ]
 
 
-class _OnTheEnginesThread:
-    """The engine for a node: its thread needs the mode too."""
+class _OnAnyThread:
+    """The engine for a node: each thread needs the mode."""
 
     def __init__(self, engine: TileRTEngine) -> None:
         self._engine = engine
@@ -185,6 +228,13 @@ class _OnTheEnginesThread:
 
     def reset(self) -> None:
         self._engine.reset()
+
+    def land(self, state, first=0) -> None:
+        with OnCpu():
+            self._engine.land(state, first)
+
+    def settle(self) -> None:
+        self._engine.settle()
 
     def inject(self, state, last_prompt_token) -> None:
         with OnCpu():
@@ -219,7 +269,7 @@ async def test_a_node_decodes_each_request_from_its_own_slot(engine, setting) ->
         max_seq_len=ROWS,
         layout=states[0].layout,
         profile=get_profile(model),
-        engine=lambda: _OnTheEnginesThread(engine),
+        engine=lambda: _OnAnyThread(engine),
         transport=_Memory(),
         verify_checksums=False,
         engine_name="tilert",

@@ -78,14 +78,21 @@ def ours(peer: Peer, caches, lengths) -> None:
 
     def timed(*arguments) -> None:
         began = time.monotonic()
-        write(*arguments)
+
+        def ready() -> float:
+            nonlocal began
+            left = arguments[-1]()
+            began = time.monotonic()
+            return left
+
+        write(*arguments[:-1], ready)
         writes.append((began, time.monotonic(), len(arguments[1])))
 
     worker.transport.write = timed
     number = 0
     for tokens in lengths:
         seen: dict[str, list[float]] = {}
-        parts = 0
+        parts = ahead = 0
         for repeat in range(REPEAT):
             req, rid = f"r{number}", rid_of(number)
             number += 1
@@ -120,6 +127,7 @@ def ours(peer: Peer, caches, lengths) -> None:
                 print("  failed:", told["error"], flush=True)
                 continue
             parts = sum(write[2] for write in writes)
+            ahead = told["ahead"]
             if repeat < 2:
                 continue
             if ended is not None:
@@ -131,7 +139,8 @@ def ours(peer: Peer, caches, lengths) -> None:
                     "write": written - began,
                     "to done": told["done"] - written,
                     "to land": told["land_began"] - told["done"],
-                    "land": told["ready"] - told["land_began"],
+                    "queue landing": told["land_queued"] - told["land_began"],
+                    "landing": told["ready"] - told["land_queued"],
                 }
             else:
                 found = {
@@ -143,7 +152,8 @@ def ours(peer: Peer, caches, lengths) -> None:
             for name, value in found.items():
                 seen.setdefault(name, []).append(1e3 * value)
         means = {k: f"{median(v):.3f}" for k, v in seen.items()}
-        print("ours", peer.transport, tokens, "tokens,", parts, "parts", means, flush=True)
+        about = f"{tokens} tokens, {parts} parts, {ahead} landed before the end"
+        print("ours", peer.transport, about, means, flush=True)
 
 
 def stock(peer: Peer, caches, lengths) -> None:

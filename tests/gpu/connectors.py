@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 from gpu.nodes import Ended
@@ -33,6 +35,8 @@ TOGETHER: list[int] = []
 """How many claimed requests each step opened."""
 KEEP, WATCH = False, False
 """Whether to keep vLLM's own state, and to watch for the forward's end."""
+SNAPSHOTS = os.environ.get("SNAPSHOTS")
+"""A folder: every rank writes down there what its cache holds of each claimed prompt after each step."""
 
 
 def ordered(caches: dict[str, torch.Tensor], index: bool) -> list[torch.Tensor]:
@@ -85,14 +89,14 @@ class Watched(TileRTConnector):
         super().register_kv_caches(kv_caches)
         assert self._worker is not None
         gatherer = self._worker._gatherer
-        assert gatherer is not None
-        gather = gatherer.gather
+        if gatherer is not None:  # a rank that does not send has none
+            gather = gatherer.gather
 
-        def timed_gather(*arguments: Any, **more: Any) -> Any:
-            with timed("launch, beside it"):
-                return gather(*arguments, **more)
+            def timed_gather(*arguments: Any, **more: Any) -> Any:
+                with timed("launch, beside it"):
+                    return gather(*arguments, **more)
 
-        gatherer.gather = timed_gather
+            gatherer.gather = timed_gather
         self._caches = kv_caches
         self._orders: dict[str, Any] = {}
 
@@ -103,7 +107,7 @@ class Watched(TileRTConnector):
             super().bind_connector_metadata(connector_metadata)
         if plan.opened:
             TOGETHER.append(len(plan.opened))
-        if self._worker is not None:
+        if self._steps is not None:
             self._orders |= {order.req_id: order for order in plan.opened}
 
     def wait_for_save(self) -> None:
@@ -113,6 +117,12 @@ class Watched(TileRTConnector):
             ENDED.append(Ended())
         with timed("gather", bool(plan.progress)):
             super().wait_for_save()
+        for progress in plan.progress if SNAPSHOTS else ():
+            rid, rank = self._orders[progress.req_id].rid, get_tensor_model_parallel_rank()
+            number = len(list(Path(SNAPSHOTS).glob(f"{rid}-{rank}-*.pt")))
+            state = own_state(self._caches, list(progress.blocks), progress.computed)
+            whole_state = {name: part.cpu() for name, part in state.items()}
+            torch.save(whole_state, Path(SNAPSHOTS) / f"{rid}-{rank}-{number}.pt")
         if KEEP:
             for progress in whole:
                 order = self._orders[progress.req_id]

@@ -79,11 +79,20 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
         def __init__(self) -> None:
             self.injector = Injector(CacheTensors(a.model, a.max_seq_len + 8, device), layout.layers)
             self.injector.warm_up(layout)
-            self.began = self.ready = 0.0
+            self.began = self.queued = self.ready = 0.0
+            self.ahead = 0
+
+        def land(self, state, first=0) -> None:
+            self.began = time.monotonic()
+            self.injector.queue(state.slot, state.layout, state.segments, first)
+            self.queued = time.monotonic()
+            self.ahead = first
+
+        def settle(self) -> None:
+            self.injector.finish()
 
         def inject(self, state, last) -> None:
-            self.began = time.monotonic()
-            self.injector.land(state.slot, state.layout, state.segments)
+            self.settle()
             self.ready = time.monotonic()
             if a.dumps:
                 rid = node.slots.engine.rid
@@ -109,6 +118,15 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
     )
     await node.start()
     receiver = Receiver(node, None)
+    connections = 0
+    serve_one = receiver._serve
+
+    async def counted(*streams) -> None:
+        nonlocal connections
+        connections += 1
+        await serve_one(*streams)
+
+    receiver._serve = counted
     say(port=await receiver.start(HOST, 0))
     running = asyncio.ensure_future(node.run())
     done_at: dict[str, float] = {}
@@ -138,6 +156,9 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
             rid=rid,
             ready=engine.ready,
             land_began=engine.began,
+            land_queued=engine.queued,
+            ahead=engine.ahead,
+            connections=connections,
             done=done_at.get(rid, 0.0),
             error=str(item.error) if item.error else None,
             timing=handoff.timing_ms,

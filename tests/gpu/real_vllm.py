@@ -37,7 +37,7 @@ ROLES = (
     "oracle:glm5",
 )
 PAIRS = ((1000, 1000), (5, 64), (65, 2000), (63, 128), (1500, 700), (4097, 9000))
-CONTINUED = (5, 64, 65, 300, 1000, 2000)
+CONTINUED = tuple(int(n) for n in os.environ.get("CONTINUED", "5 64 65 300 1000 2000").split())
 TIMED = tuple(int(n) for n in os.environ.get("TIMED", "1000 4000 8000").split())
 REPEAT = int(os.environ.get("REPEAT", "8"))
 LIMIT_S = float(os.environ.get("LIMIT_S", "270"))
@@ -65,19 +65,37 @@ def engine(model: Path, transfer: dict[str, Any] | None, **more: Any) -> Any:
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    return LLM(
-        model=str(model),
-        kv_cache_dtype="fp8_ds_mla",
-        enforce_eager=True,
-        kv_cache_memory_bytes=4 << 30,
-        gpu_memory_utilization=0.3,
-        max_model_len=16384,
-        max_num_batched_tokens=4096,
-        max_num_seqs=16,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
-        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
-        **more,
-    )
+    settings: dict[str, Any] = {
+        "kv_cache_dtype": "fp8_ds_mla",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 4 << 30,
+        "gpu_memory_utilization": 0.3,
+        "max_model_len": 16384,
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": 16,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "kv_transfer_config": KVTransferConfig(**transfer) if transfer else None,
+    }
+    return LLM(model=str(model), **(settings | more))
+
+
+def ours(peer: Any, model: str) -> dict[str, Any]:
+    """The transfer settings of our connector, watched, towards a node of ours."""
+    extra = {
+        "tilert_profile": model,
+        "tilert_transport": peer.transport,
+        "tilert_protocol": peer.protocol,
+        "tilert_local_host": HOST,
+        "tilert_allowed_hosts": [HOST],
+        "tilert_staging_bytes": 2 << 30,
+        "tilert_checksum": False,
+    }
+    return {
+        "kv_connector": "Watched",
+        "kv_connector_extra_config": extra,
+        "kv_connector_module_path": "gpu.connectors",
+        "kv_role": "kv_producer",
+    }
 
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
@@ -113,16 +131,7 @@ def prefill(models: Path, folder: Path, model: str, kind: str, transport: str) -
     if kind == "ours":
         flags = ["--dumps", str(dumps)] if transport == "nixl" else []
         peer = Peer("ours", model, transport, 16384, *flags)
-        extra: dict[str, Any] = {
-            "tilert_profile": model,
-            "tilert_transport": transport,
-            "tilert_protocol": peer.protocol,
-            "tilert_local_host": HOST,
-            "tilert_allowed_hosts": [HOST],
-            "tilert_staging_bytes": 2 << 30,
-            "tilert_checksum": False,
-        }
-        transfer = {"kv_connector": "Watched", "kv_connector_extra_config": extra}
+        transfer = ours(peer, model)
     elif kind == "stock":
         peer = Peer("stock", model, transport, 16384)
         extra = {
@@ -132,7 +141,6 @@ def prefill(models: Path, folder: Path, model: str, kind: str, transport: str) -
             "tilert_max_seq_len": 16384,
         }
         transfer = {"kv_connector": "WatchedStock", "kv_connector_extra_config": extra}
-    if transfer is not None:
         transfer |= {"kv_connector_module_path": "gpu.connectors", "kv_role": "kv_producer"}
     began = time.time()
     llm = engine(models / model, transfer)
@@ -213,14 +221,14 @@ def compare(llm: Any, claims: Claims, rng: random.Random, model: str, dumps: Pat
 
     hand_off([prompt_of(rng, 100)])  # the first one connects
     connectors.TOGETHER.clear()
-    for lengths in PAIRS:
+    for lengths in PAIRS if "CONTINUED" not in os.environ else ():
         before = (states, equal)
         for rid, _ in hand_off([prompt_of(rng, length) for length in lengths]):
             (dumps / f"{rid}.bin").unlink()
         print(f"pair {lengths}: {equal - before[1]} of {states - before[0]} equal", flush=True)
     together = list(connectors.TOGETHER)
     shared = prompt_of(rng, 640)
-    for tail in (0, 1, 70):
+    for tail in (0, 1, 70) if "CONTINUED" not in os.environ else ():
         for rid, _ in hand_off([shared + prompt_of(rng, tail)]):  # hits of 10 blocks, from the second on
             (dumps / f"{rid}.bin").unlink()
     told = []

@@ -86,11 +86,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Admission:
-    """Where and how long the node lets us write. `stock`: the Hello of a node that lacks the extension."""
+    """Where and how long the node lets us write, and whether it wants to know of each segment. `stock`: the
+    Hello of a node that lacks the extension."""
 
     address: int
     deadline: float
     checksums: bool = False
+    segments: bool = False
     stock: Mapping[str, Any] | None = None
 
 
@@ -257,7 +259,8 @@ class Handoff:
                 ErrorCode.LAYOUT_MISMATCH, "the node wants checksums, and tilert_checksum is false here"
             )
         checksums = wanted if link.checksum is None else link.checksum
-        return _Admission(address, min(self._deadline, asked_at + deadline_s), checksums)
+        deadline = min(self._deadline, asked_at + deadline_s)
+        return _Admission(address, deadline, checksums, segments=answer.get("segments") is True)
 
     def _admit_stock(self, sock: socket.socket, hello: Mapping[str, Any]) -> _Admission:
         """Send Request to a node that lacks the extension; silence for a while is consent."""
@@ -314,8 +317,13 @@ class Handoff:
             link.transport.prepare(hello)
         except TransportError as error:
             self._fail(WRITE_FAILED, str(error))
-        while sum(self._sent) < order.seq_len:
+        while True:
             self._write(self._next_segment(sock, admission.deadline), admission, hello, sock)
+            if sum(self._sent) == order.seq_len:
+                break
+            if admission.segments:
+                sums = self._checksums[-1] if admission.checksums else None
+                self._transmit(sock, {"segment": self._sent[-1], "checksums": sums}, admission.deadline)
         self._transmit(
             sock,
             {
@@ -349,10 +357,19 @@ class Handoff:
         self, segment: Segment, admission: _Admission, hello: Mapping[str, Any], sock: socket.socket
     ) -> None:
         """Write one segment and give its piece back."""
-        link = self._link
-        segment.completion.wait()
-        if admission.checksums:
-            self._checksums.append(plane_checksums(segment.piece.tensor, link.layout, segment.tokens))
+        link, began = self._link, 0.0
+
+        def ready() -> float:
+            """Wait for the bytes; the seconds left to write them."""
+            nonlocal began
+            segment.completion.wait()
+            if admission.checksums:
+                self._checksums.append(plane_checksums(segment.piece.tensor, link.layout, segment.tokens))
+            began = time.monotonic()
+            if began >= admission.deadline:
+                self._fail(DEADLINE, "the node's deadline has passed")
+            return admission.deadline - began
+
         source = segment.piece.address
         if admission.stock is None:
             parts = [
@@ -360,16 +377,14 @@ class Handoff:
             ]
         else:
             parts = stock.parts(link.layout, admission.stock, segment.start, segment.tokens)
-        began = time.monotonic()
-        if began >= admission.deadline:
-            self._fail(DEADLINE, "the node's deadline has passed")
         try:
             link.transport.write(
                 hello,
                 [source + part.source for part in parts],
                 [part.target for part in parts],
                 [part.length for part in parts],
-                admission.deadline - began,
+                0.0,
+                ready,
             )
         except WriteOutstanding as error:
             with self._lock:

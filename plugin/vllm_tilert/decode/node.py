@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -42,6 +42,15 @@ class End:
     error: Refused | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A handoff that has the engine, since when, and its injection on the engine's thread."""
+
+    handoff: Handoff
+    began: float
+    injected: Future[None]
+
+
 @dataclass(eq=False)
 class Decode:
     """One decode call: what was asked, and the queue its tokens leave by."""
@@ -56,7 +65,12 @@ class Decode:
 
 class Node:
     """See the module. Everything here runs on the event loop but what `_engine_thread` and
-    `_convert_thread` are given."""
+    `_convert_thread` are given.
+
+    What arrives for an engine that takes bytes is landed in it at once: whole segments while more come, if
+    the engine is free and the handoff next, and the rest the moment the state is complete. That happens on
+    the event loop, whose thread knows first; a landing is queued there and waited for on the engine's thread.
+    """
 
     def __init__(
         self,
@@ -98,6 +112,7 @@ class Node:
             transport.register(region.data_ptr(), region.numel(), device)
         self._engine_factory = engine
         self._engine: Engine | None = None
+        self._turn: Turn | None = None
         self._last_sign = time.monotonic()
         self.broken: str | None = "the engine has not started"
 
@@ -155,6 +170,20 @@ class Node:
         """Where the handoff's slot begins in registered memory."""
         return self.memory.data_ptr() + handoff.slot * self.slot_bytes
 
+    async def accept_segment(self, handoff: Handoff, tokens: int, sums: Sequence[int] | None) -> None:
+        """A segment that is not the last was written whole: verify it and let the engine have it. If it is not
+        as it was sent the handoff ends."""
+        if not self.slots.check_begins(handoff):
+            return
+        if sums is not None:
+            slot, segments = self.memory[handoff.slot], [*handoff.arrived, tokens]
+            verify = partial(self._verify, slot, segments, {len(handoff.arrived): sums})
+            try:
+                await self._on_convert(handoff, verify)
+            except Refused:
+                return
+        self.slots.arrive(handoff, tokens)
+
     async def accept_state(
         self,
         handoff: Handoff,
@@ -168,18 +197,23 @@ class Node:
             handoff.check()
         slot = self.memory[handoff.slot]
         start = time.perf_counter()
+        state: Any
+        if landed is not None:
+            state = await self._on_convert(handoff, partial(landed.convert, sum(segments)))
+        elif sums is None and self._takes_bytes:  # nothing to do that is worth a thread
+            state = ReceivedState(slot, self.layout, tuple(segments))
+        else:
+            rest = {n: sums[n] for n in range(len(handoff.arrived), len(segments))} if sums else {}
+            work = partial(self._verify_and_convert, slot, list(segments), rest)
+            state = await self._on_convert(handoff, work)
+        handoff.timing_ms["convert"] = 1e3 * (time.perf_counter() - start)
+        self.slots.converted(handoff, state)
+        handoff.check()
+
+    async def _on_convert(self, handoff: Handoff, work: Callable[[], T]) -> T:
+        """Do `work` on the thread for it. Raises Refused, with the handoff ended."""
         try:
-            state: Any
-            if landed is not None:
-                state = await asyncio.get_running_loop().run_in_executor(
-                    self._convert_thread, landed.convert, sum(segments)
-                )
-            elif sums is None and self._takes_bytes:  # nothing to do that is worth a thread
-                state = ReceivedState(slot, self.layout, tuple(segments))
-            else:
-                state = await asyncio.get_running_loop().run_in_executor(
-                    self._convert_thread, self._verify_and_convert, slot, list(segments), sums
-                )
+            return await asyncio.get_running_loop().run_in_executor(self._convert_thread, work)
         except Refused as error:
             self.slots.convert_failed(handoff, error.code, error.message)
             raise Refused(error.code, error.message, handoff.rid) from None
@@ -188,30 +222,28 @@ class Node:
             message = f"conversion failed: {error}"
             self.slots.convert_failed(handoff, ErrorCode.ENGINE_FAILED, message)
             raise Refused(ErrorCode.ENGINE_FAILED, message, handoff.rid) from None
-        handoff.timing_ms["convert"] = 1e3 * (time.perf_counter() - start)
-        self.slots.converted(handoff, state)
-        handoff.check()
 
     def _verify_and_convert(
-        self, slot: torch.Tensor, segments: list[int], sums: Sequence[Sequence[int]] | None
+        self, slot: torch.Tensor, segments: list[int], sums: Mapping[int, Sequence[int]]
     ) -> Any:
-        if sums is not None:
-            at = token = 0
-            for number, (tokens, expected) in enumerate(zip(segments, sums, strict=True)):
-                size = self.layout.segment_bytes(tokens)
-                got = checksum.plane_checksums(slot[at : at + size], self.layout, tokens)
-                for plane, mine, theirs in zip(self.layout.planes, got, expected, strict=True):
-                    if mine != theirs:
-                        raise Refused(
-                            ErrorCode.CHECKSUM_MISMATCH,
-                            f"plane {plane.name} of segment {number} (tokens {token} to {token + tokens - 1}) "
-                            "did not arrive as it was sent",
-                        )
-                at += size
-                token += tokens
+        self._verify(slot, segments, sums)
         if self._takes_bytes:
             return ReceivedState(slot, self.layout, tuple(segments))
         return self.profile.convert(slot, self.layout, segments)
+
+    def _verify(self, slot: torch.Tensor, segments: Sequence[int], sums: Mapping[int, Sequence[int]]) -> None:
+        """Compare the segments of which there are checksums, by their numbers. Raises Refused."""
+        for number, expected in sums.items():
+            tokens, first = segments[number], sum(segments[:number])
+            segment = slot[self.layout.offset(first) :][: self.layout.segment_bytes(tokens)]
+            got = checksum.plane_checksums(segment, self.layout, tokens)
+            for plane, mine, theirs in zip(self.layout.planes, got, expected, strict=True):
+                if mine != theirs:
+                    raise Refused(
+                        ErrorCode.CHECKSUM_MISMATCH,
+                        f"plane {plane.name} of segment {number} (tokens {first} to {first + tokens - 1}) "
+                        "did not arrive as it was sent",
+                    )
 
     @property
     def _takes_bytes(self) -> bool:
@@ -244,18 +276,63 @@ class Node:
         engine = self.slots.engine
         if engine is not None and engine.over and engine.rid in self._decodes:
             self._decodes[engine.rid].cancel.set()
+        self._start_turn()
         self.signal.notify()
 
     # ---- the engine's turns
 
+    def _start_turn(self) -> None:
+        """Give the engine to the handoff whose turn it is, if it can begin.
+
+        Its landing is queued here and now: a thread that had to be woken for it would wait until this one is
+        done with whatever else there is to do.
+        """
+        if self.broken or (handoff := self.slots.start_engine()) is None:
+            return
+        began, engine, state = time.perf_counter(), self._engine, handoff.state
+        assert engine is not None
+        handoff.state = None
+        work = partial(engine.inject, state, handoff.last_prompt_token)
+        if isinstance(state, ReceivedState):
+            try:
+                engine.land(state, handoff.landed)
+            except Exception as error:
+                work = partial(_throw, error)
+        self._turn = Turn(handoff, began, self._engine_thread.submit(work))
+
     async def _serve_engine(self) -> None:
         while True:
-            handoff = await self.signal.until(self.slots.start_engine)
-            await self._take_turn(handoff)
+            work: Turn | Handoff = await self.signal.until(self._next_work)
+            if isinstance(work, Handoff):
+                await self._land_ahead(work)
+                continue
+            self._turn = None
+            await self._take_turn(work)
             if self.broken:
                 raise RuntimeError(f"the engine is broken: {self.broken}")
 
-    async def _take_turn(self, handoff: Handoff) -> None:
+    def _next_work(self) -> Turn | Handoff | None:
+        """What the engine is to do: a turn, or a handoff of which some may be landed ahead of its turn."""
+        return self._turn or (self.slots.start_landing() if self._takes_bytes else None)
+
+    async def _land_ahead(self, handoff: Handoff) -> None:
+        state = ReceivedState(self.memory[handoff.slot], self.layout, handoff.arrived)
+        first, engine = handoff.landed, self._engine
+        assert engine is not None
+
+        def land() -> None:
+            engine.land(state, first)
+            engine.settle()
+
+        try:
+            await self._on_engine(land)
+        except Exception as error:
+            log.exception("the engine failed", extra={"rid": handoff.rid})
+            self.slots.end(handoff, ErrorCode.ENGINE_FAILED, f"the engine failed: {error}")
+        self.slots.land_ended(handoff, len(state.segments))
+
+    async def _take_turn(self, turn: Turn) -> None:
+        handoff = turn.handoff
         decode = self._decodes[handoff.rid]
         engine = self._engine
         assert engine is not None
@@ -272,11 +349,8 @@ class Node:
 
         self._last_sign = time.monotonic()
         try:
-            start = time.perf_counter()
-            inject = partial(engine.inject, handoff.state, handoff.last_prompt_token)
-            handoff.state = None
-            await self._on_engine(inject)
-            handoff.timing_ms["inject"] = 1e3 * (time.perf_counter() - start)
+            await asyncio.wrap_future(turn.injected)
+            handoff.timing_ms["inject"] = 1e3 * (time.perf_counter() - turn.began)
             handoff.check()
             decode.opened = True
             self.signal.notify()
@@ -327,3 +401,7 @@ class Node:
 
     async def _on_engine(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._engine_thread, work)
+
+
+def _throw(error: Exception) -> None:
+    raise error

@@ -196,9 +196,10 @@ class Receiver:
                     "bytes": node.layout.segment_bytes(handoff.facts["seq_len"]),
                     "deadline_s": deadline_s,
                     "checksums": node.verify_checksums,
+                    "segments": True,
                 },
             )
-            message = await self._next(handoff, reader, writer)
+            message = await self._last(handoff, reader, writer)
             if "abort" in message:
                 told = True
                 slots.writer_stopped(handoff, f"the sender gave up: {_text(message)}")
@@ -260,27 +261,48 @@ class Receiver:
             if not told:
                 slots.writer_stopped(handoff, "the sender vanished before it was done")
 
-    async def _next(
+    async def _last(
         self, handoff: Handoff, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> dict[str, Any]:
-        """The sender's next message. If the handoff ends first the sender is told to stop, and its
-        answer is waited for: until then it may be writing."""
-        reading = asyncio.ensure_future(control.read(reader, MAX_DONE))
-        ending = asyncio.ensure_future(self._node.signal.until(lambda: handoff.over))
+        """The sender's last message: Done or Abort. If the handoff ends first the sender is told to stop, and
+        its answer is waited for: until then it may be writing."""
+        telling: asyncio.Future[None] | None = None
         try:
-            await asyncio.wait([reading, ending], return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                await _send(writer, {"abort": handoff.outcome, "message": handoff.message})
-                # The slot stays quarantined meanwhile; `limits` say for how long at most.
-                limits = self._node.slots.limits
-                async with asyncio.timeout(limits.transfer + limits.grace):
-                    await asyncio.wait([reading])
-            return await reading
+            async with asyncio.timeout(None) as answer:
+                telling = asyncio.ensure_future(self._tell_end(handoff, writer, answer))
+                while "segment" in (message := await control.read(reader, MAX_DONE)):
+                    await self._node.accept_segment(handoff, *self._read_segment(handoff, message))
+                return message
         except TimeoutError:
             raise control.ProtocolError("the sender did not answer an abort") from None
         finally:
-            reading.cancel()
-            ending.cancel()
+            if telling is not None:
+                telling.cancel()
+
+    async def _tell_end(
+        self, handoff: Handoff, writer: asyncio.StreamWriter, answer: asyncio.Timeout
+    ) -> None:
+        await self._node.signal.until(lambda: handoff.over)
+        # The slot stays quarantined until the sender answers; `limits` say for how long at most.
+        limits = self._node.slots.limits
+        answer.reschedule(asyncio.get_running_loop().time() + limits.transfer + limits.grace)
+        with contextlib.suppress(OSError):
+            await _send(writer, {"abort": handoff.outcome, "message": handoff.message})
+
+    def _read_segment(self, handoff: Handoff, message: Mapping[str, Any]) -> tuple[int, list[int] | None]:
+        """A segment, not the last, that was written whole. Raises ProtocolError: who says nonsense is writing
+        we do not know what."""
+        tokens, sums, layout = message.get("segment"), message.get("checksums"), self._node.layout
+        arrived = sum(handoff.arrived)
+        if not _whole(tokens) or tokens < 1 or tokens % layout.page:
+            raise control.ProtocolError(f"segment is not a whole number of pages of {layout.page} tokens")
+        if arrived + tokens >= handoff.facts["seq_len"]:
+            raise control.ProtocolError(f"segment of {tokens} tokens leaves none for the last one")
+        if sums is None and not self._node.verify_checksums:
+            return tokens, None
+        if not _sums(sums, len(layout.planes)):
+            raise control.ProtocolError("the segment's checksums are not whole numbers, one a plane")
+        return tokens, sums
 
     def _read_done(
         self, handoff: Handoff, message: Mapping[str, Any]
@@ -295,6 +317,10 @@ class Receiver:
             layout.check_segments(segments, handoff.facts["seq_len"])
         except ValueError as error:
             raise Refused(ErrorCode.BAD_REQUEST, f"segments: {error}", rid) from None
+        if tuple(segments[: len(handoff.arrived)]) != handoff.arrived:
+            raise Refused(
+                ErrorCode.BAD_REQUEST, "segments are not those that were said to have been written", rid
+            )
         if sums is None:
             if self._node.verify_checksums:
                 raise Refused(ErrorCode.CHECKSUM_MISMATCH, "this node wants checksums, Done has none", rid)
@@ -303,7 +329,7 @@ class Receiver:
         if (
             not isinstance(sums, list)
             or len(sums) != len(segments)
-            or not all(isinstance(s, list) and len(s) == planes and all(_whole(n) for n in s) for s in sums)
+            or not all(_sums(s, planes) for s in sums)
         ):
             raise Refused(
                 ErrorCode.BAD_REQUEST, f"checksums are not {planes} whole numbers for each segment", rid
@@ -319,6 +345,10 @@ class Receiver:
 
 def _whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _sums(value: object, planes: int) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) == planes and all(_whole(n) for n in value)
 
 
 def _is_done(message: Mapping[str, Any], rid: object) -> bool:

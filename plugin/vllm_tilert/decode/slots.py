@@ -41,6 +41,7 @@ class Hold(enum.Flag):
     NONE = 0
     WRITER = enum.auto()
     CONVERT = enum.auto()
+    LAND = enum.auto()
     ENGINE = enum.auto()
 
 
@@ -70,7 +71,11 @@ class Limits:
 
 @dataclass(eq=False)
 class Handoff:
-    """One request's stay in one slot. Only `Slots` changes it; the last four fields are its users'."""
+    """One request's stay in one slot. Only `Slots` changes it; the last four fields are its users'.
+
+    `arrived` are the lengths in tokens of the segments that are known to be whole while more come; `landed` of
+    them are in the engine, where nothing can be decoded from them before the handoff is `ready`.
+    """
 
     rid: str
     slot: int
@@ -84,6 +89,8 @@ class Handoff:
     admitted: bool = False
     attached: bool = False
     ready: bool = False
+    arrived: tuple[int, ...] = ()
+    landed: int = 0
     writer_deadline: float | None = None
     state_deadline: float | None = None
     ended: float | None = None
@@ -240,6 +247,19 @@ class Slots:
         self._changed()
         return handoff
 
+    def check_begins(self, handoff: Handoff) -> bool:
+        """A segment was written whole. True: check it now, then call `arrive` or `convert_failed`."""
+        if not handoff.over:
+            handoff.holds |= Hold.CONVERT
+        return not handoff.over
+
+    def arrive(self, handoff: Handoff, tokens: int) -> None:
+        """The next segment is as it was sent; nothing reads it any more."""
+        handoff.holds &= ~Hold.CONVERT
+        if not handoff.over:
+            handoff.arrived += (tokens,)
+        self._release(handoff)
+
     def writer_done(self, handoff: Handoff) -> bool:
         """The sender wrote its last byte. True: check and convert now, then call `converted`."""
         self._drop_writer(handoff)
@@ -276,6 +296,27 @@ class Slots:
 
     # ---- the decode call and the engine
 
+    def start_landing(self) -> Handoff | None:
+        """The handoff whose turn is next, if the engine is free and more of it has arrived than has landed.
+
+        The engine may then put what has `arrived` in place, and nothing else, until `land_ended`.
+        """
+        turn = self.alive()
+        if self._taken or not turn or turn[0].ready or len(turn[0].arrived) <= turn[0].landed:
+            return None
+        turn[0].holds |= Hold.LAND
+        return turn[0]
+
+    def land_ended(self, handoff: Handoff, landed: int) -> None:
+        """The first `landed` segments are in the engine, which reads nothing of the slot any more."""
+        handoff.holds &= ~Hold.LAND
+        handoff.landed = landed
+        self._release(handoff)
+
+    @property
+    def _taken(self) -> bool:
+        return any(h is not None and h.holds & (Hold.ENGINE | Hold.LAND) for h in self._in_slot)
+
     def attach(self, rid: str, timeout_s: float) -> Handoff:
         """A decode call came for `rid`; its state must be there `timeout_s` from now.
 
@@ -297,7 +338,7 @@ class Slots:
     def start_engine(self) -> Handoff | None:
         """Give the engine to the handoff whose turn it is, if the engine is free and it can begin."""
         turn = self.alive()
-        if self.engine or not turn or not (turn[0].ready and turn[0].attached):
+        if self._taken or not turn or not (turn[0].ready and turn[0].attached):
             return None
         turn[0].holds |= Hold.ENGINE
         self._changed()

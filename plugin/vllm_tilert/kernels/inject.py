@@ -105,14 +105,15 @@ class Injector:
                     segment = torch.zeros(layout.segment_bytes(1), dtype=torch.uint8, device=device.device)
                     kernel = device.kernels[layout] = ConvertKernel(layout, device.device)
                     kernel.compile(segment)
-        self._finish()
+        self.finish()
 
-    def inject(self, state: ConvertedState) -> None:
-        """Write converted planes as rows 0 to seq_len - 1; over on return. Raises ValueError if too long."""
+    def inject(self, state: ConvertedState, first_row: int = 0) -> None:
+        """Write converted planes as rows `first_row` onwards; over on return. Raises ValueError if too long."""
         if not self.direct:
-            self._generator.inject_cache(state.layers[: self._layers], start_pos=0)
+            self._generator.inject_cache(state.layers[: self._layers], start_pos=first_row)
             return
-        self._check(state.seq_len)
+        self._check(first_row + state.seq_len)
+        rows_of = slice(first_row, first_row + state.seq_len)
         source = state.planes["kv"].device
         for device in self._devices:
             with _on(device, source):
@@ -120,52 +121,65 @@ class Injector:
                     name: state.planes[name][: self._layers].to(device.device, non_blocking=True)
                     for name in device.caches
                 }
-                into = [cache[0, : state.seq_len] for name in planes for cache in device.caches[name]]
+                into = [cache[0, rows_of] for name in planes for cache in device.caches[name]]
                 rows = [row for plane in planes.values() for row in plane.unbind(0)]
                 torch._foreach_copy_(into, rows)
-        self._finish()
+        self.finish()
 
-    def land(self, slot: torch.Tensor, layout: Layout, segments: Sequence[int]) -> None:
-        """Convert received bytes straight into the cache tensors, as rows 0 onwards; over on return.
+    def queue(self, slot: torch.Tensor, layout: Layout, segments: Sequence[int], first: int = 0) -> None:
+        """Begin to convert received bytes straight into the cache tensors, token n as row n; see `finish`.
 
-        Each device gets the bytes as they came (about half of what they become) and converts the planes
-        it uses. Raises ValueError when the segments do not fit the slot or the engine.
+        Each device gets the bytes as they came (about half of what they become) and converts the planes it
+        uses. Segments before `first` are left out. On a GPU nothing is waited for, so that any thread may
+        call it, and what is queued later comes later. Raises ValueError, with nothing queued, when the
+        segments do not fit the slot or the engine.
         """
         seq_len = base.check_slot(slot, layout, segments)
+        at = sum(segments[:first])
+        if at == seq_len:
+            return
+        begin = layout.offset(at)
         if not self.direct or not slot.is_cuda:
-            self.inject(mla_nsa.PROFILES[layout.profile].convert(slot, layout, segments))
+            profile = mla_nsa.PROFILES[layout.profile]
+            self.inject(profile.convert(slot[begin:], layout, segments[first:]), at)
             return
         self._check(seq_len)
         if layout not in self._devices[0].kernels:
             self.warm_up(layout)
-        used = slot[: layout.segment_bytes(seq_len)]
+        used = slot[begin : layout.segment_bytes(seq_len)]
         for device in self._devices:
             with _on(device, slot.device):
                 assert device.targets is not None
                 local = used.to(device.device, non_blocking=True)
-                kernel, start, at = device.kernels[layout], local.data_ptr(), 0
-                for tokens in segments:
+                kernel, row = device.kernels[layout], at
+                start = local.data_ptr() - begin
+                for tokens in segments[first:]:
                     kernel.launch(
-                        start + layout.offset(at),
+                        start + layout.offset(row),
                         tokens,
                         tokens,
                         device.targets.data_ptr(),
-                        at,
+                        row,
                         device.stream,
                     )
-                    at += tokens
-        self._finish()
+                    row += tokens
+
+    def finish(self) -> None:
+        """Wait for what was queued."""
+        for device in self._devices:
+            if device.stream is not None:
+                device.stream.synchronize()
+
+    def land(self, slot: torch.Tensor, layout: Layout, segments: Sequence[int]) -> None:
+        """`queue` and `finish`."""
+        self.queue(slot, layout, segments)
+        self.finish()
 
     def _check(self, seq_len: int) -> None:
         rows = self.rows
         assert rows is not None
         if seq_len > rows:
             raise ValueError(f"{seq_len} tokens exceed the engine's cache of {rows} rows")
-
-    def _finish(self) -> None:
-        for device in self._devices:
-            if device.stream is not None:
-                device.stream.synchronize()
 
 
 def _inspect(decode_layer: DecodeLayer, number: int, layers: int, unused: int) -> _Device:

@@ -78,10 +78,13 @@ class Transport(Protocol):
         dsts: Sequence[int],
         lens: Sequence[int],
         timeout_s: float,
+        ready: Callable[[], float] | None = None,
     ) -> None:
         """Copy lens[i] bytes from local address srcs[i] to the peer's dsts[i]; returns once all have landed.
 
-        Raises TransportError when the write failed, WriteOutstanding when `timeout_s` ran out.
+        `ready` is called once all but the copying has been prepared: it waits for the bytes and returns the
+        seconds that are left, in place of `timeout_s`. What it raises ends the write with nothing copied.
+        Raises TransportError when the write failed, WriteOutstanding when the time ran out.
         """
 
     def close(self) -> None:

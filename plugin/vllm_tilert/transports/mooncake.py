@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Final
 
@@ -129,11 +129,14 @@ class MooncakeTransport:
         dsts: Sequence[int],
         lens: Sequence[int],
         timeout_s: float,
+        ready: Callable[[], float] | None = None,
     ) -> None:
         """Submit every part, then poll them until all have ended."""
         session = _session_id(remote_meta)
         engine = self._engine
         parts = list(zip(srcs, dsts, lens, strict=True))
+        if ready is not None:
+            timeout_s = ready()
         pending: set[int] = set()
         failed = 0
         for src, dst, length in parts:

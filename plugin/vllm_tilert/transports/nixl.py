@@ -7,7 +7,7 @@ import binascii
 import importlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm_tilert.transports.base import (
@@ -128,6 +128,7 @@ class NixlTransport:
         dsts: Sequence[int],
         lens: Sequence[int],
         timeout_s: float,
+        ready: Callable[[], float] | None = None,
     ) -> None:
         """Post one transfer of all parts and poll it."""
         parts = list(zip(srcs, dsts, lens, strict=True))
@@ -150,6 +151,14 @@ class NixlTransport:
         except Exception as error:
             self._forget(peer)
             raise TransportError(f"NIXL refuses the write: {error}") from error
+
+        if ready is not None:
+            try:
+                timeout_s = ready()
+            except BaseException:
+                with self._lock:
+                    agent.release_xfer_handle(handle)
+                raise
 
         def ended() -> bool:
             nonlocal state

@@ -7,6 +7,7 @@ JSON object. The order is the stock TileRT 0.1.5 order with two replies of our o
     sender -> Request     rid, length, layout, proof of the shared secret
     node   -> Accept      the slot's address and generation   (or Refusal; then nothing is written)
     sender    one-sided writes into the slot
+    sender -> Segment     one of several is written           (where Accept asks for it)
     sender -> Done        segment lengths and checksums       (or Abort, with a reason)
     node   -> Verdict     what arrived is whole               (or Refusal)
 

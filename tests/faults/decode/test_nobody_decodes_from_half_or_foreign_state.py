@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +18,13 @@ from integration.decode.parts import (
     MAX_SEQ_LEN,
     Prefill,
     Running,
+    Sender,
     engine_of,
     prompt_of,
     running,
     tokens_of,
 )
+from vllm_tilert.checksum import plane_checksums
 from vllm_tilert.decode.slots import Limits
 from vllm_tilert.wire import api, control
 
@@ -139,6 +143,113 @@ async def test_a_done_that_does_not_add_up_is_refused(
         status, lines = await node.stream(rid, 1, 4)
         assert status == 502
         assert lines[0]["error"] == "handoff_failed"
+        await next_request_is_right(node, prefill)
+
+
+def cut(prefill: Prefill, node: Running, prompt: list[int], at: int) -> tuple[Sender, list[list[int]]]:
+    """A sender that holds a prompt's state as two segments, and their checksums."""
+    sender = prefill.sender(node, prompt)
+    whole = plane_views(sender.segment.clone(), len(prompt))
+    parts = [torch.cat([view[:, rows].flatten() for view in whole]) for rows in (slice(at), slice(at, None))]
+    sender.segment.copy_(torch.cat(parts))
+    lengths = (at, len(prompt) - at)
+    return sender, [plane_checksums(part, LAYOUT, n) for part, n in zip(parts, lengths, strict=True)]
+
+
+def plane_views(segment: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+    """Each plane as [layers, tokens, bytes]."""
+    bounds = [*LAYOUT.plane_offsets(tokens), segment.numel()]
+    spans = itertools.pairwise(bounds)
+    return [segment[low:high].view(LAYOUT.layers, tokens, -1) for low, high in spans]
+
+
+async def test_a_prompt_in_segments_is_looked_at_as_they_come(prefill: Prefill, model_dir: Path) -> None:
+    prompt, rid = prompt_of(21, 50), api.new_rid()
+    expected = prefill.oracle.continuation(prompt, 12)
+    async with running(engine_of(model_dir)) as node:
+        grant = await node.reserve(rid)
+        sender, sums = cut(prefill, node, prompt, 30)
+        await sender.admit(rid, grant["generation"], 50)
+        assert sender.accept["segments"] is True
+        await sender.write(0, LAYOUT.segment_bytes(30))
+        await sender.say(30, sums[0])
+        async with asyncio.timeout(5):
+            await node.node.signal.until(lambda: node.node.slots.find(rid).arrived == (30,))
+        await sender.write(LAYOUT.segment_bytes(30))
+        done = {"done": True, "rid": rid, "rank": 0, "segments": [30, 20], "checksums": sums}
+        assert await sender.tell(done) == {"ok": True}
+        assert tokens_of((await node.stream(rid, expected[0], 12))[1]) == expected
+        await sender.close()
+
+
+async def test_one_changed_byte_ends_it_before_the_rest_has_come(prefill: Prefill, model_dir: Path) -> None:
+    prompt, rid = prompt_of(22, 50), api.new_rid()
+    async with running(engine_of(model_dir)) as node:
+        grant = await node.reserve(rid)
+        sender, sums = cut(prefill, node, prompt, 30)
+        await sender.admit(rid, grant["generation"], 50)
+        await sender.write(0, LAYOUT.segment_bytes(30))
+        node.node.memory[grant["slot"]][1234] ^= 1
+        await sender.say(30, sums[0])
+        async with asyncio.timeout(5):
+            assert (await control.read(sender.reader))["abort"] == "checksum_mismatch"
+        status, lines = await node.stream(rid, 1, 4)
+        assert (status, lines[0]["error"]) == (502, "checksum_mismatch")
+        assert not node.node.slots.idle  # until the sender has stopped
+        sender.writer.write(control.pack({"abort": "checksum_mismatch", "message": "stopped"}))
+        await node.idle(2.0)
+        await sender.close()
+        await next_request_is_right(node, prefill)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sums"),
+    [
+        (0, [1]),
+        (-1, [1]),
+        (True, [1]),
+        ("9", [1]),
+        (50, [1]),
+        (51, [1]),
+        (9, None),
+        (9, [1, 2]),
+    ],
+)
+async def test_a_segment_that_cannot_be_keeps_the_slot_from_others(
+    prefill: Prefill, model_dir: Path, tokens: Any, sums: Any
+) -> None:
+    """Who says such a thing may be writing anything: it is refused, and its slot quarantined."""
+    rid = api.new_rid()
+    async with running(engine_of(model_dir), limits=SHORT, slots=1) as node:
+        grant = await node.reserve(rid)
+        sender = prefill.sender(node, prompt_of(23, 50))
+        await sender.admit(rid, grant["generation"], 50)
+        await sender.say(tokens, sums)
+        async with asyncio.timeout(5):
+            assert await sender.reader.read() == b""
+        assert (await node.stream(rid, 1, 4))[1][0]["error"] == "handoff_failed"
+        assert (await node.call(api.STATUS))[1]["slots"][0]["state"] == "quarantined"
+        await sender.close()
+        await node.idle(3.0)
+        await next_request_is_right(node, prefill)
+
+
+@pytest.mark.parametrize("segments", [[50], [20, 30], [31, 19]], ids=str)
+async def test_a_done_of_other_segments_than_were_said_is_refused(
+    prefill: Prefill, model_dir: Path, segments: list[int]
+) -> None:
+    prompt, rid = prompt_of(24, 50), api.new_rid()
+    async with running(engine_of(model_dir)) as node:
+        grant = await node.reserve(rid)
+        sender, sums = cut(prefill, node, prompt, 30)
+        await sender.admit(rid, grant["generation"], 50)
+        await sender.write()
+        await sender.say(30, sums[0])
+        sums = sums[: len(segments)]
+        done = {"done": True, "rid": rid, "rank": 0, "segments": segments, "checksums": sums}
+        assert (await sender.tell(done))["error"] == "bad_request"
+        assert (await node.stream(rid, 1, 4))[1][0]["error"] == "handoff_failed"
+        await sender.close()
         await next_request_is_right(node, prefill)
 
 

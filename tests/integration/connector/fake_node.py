@@ -40,6 +40,7 @@ class FakeNode:
         self.buffer = torch.full((self.layout.segment_bytes(self.max_seq_len),), 0xEE, dtype=torch.uint8)
         self.transport.register(self.buffer.data_ptr(), self.buffer.numel(), "cpu")
         self.requests: list[dict[str, Any]] = []
+        self.said: list[dict[str, Any]] = []  # of segments, where `accept` asks for them
         self.ends: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.connections = 0
 
@@ -83,7 +84,8 @@ class FakeNode:
                 return
             if self.on_accept is not None:
                 await self.on_accept(reader, writer)
-            done = await control.read(reader)
+            while "segment" in (done := await control.read(reader)):
+                self.said.append(done)
             if "done" in done and "ext" in self._hello():
                 writer.write(control.pack(self.verdict))
                 await writer.drain()

@@ -208,6 +208,11 @@ class Sender:
             20.0,
         )
 
+    async def say(self, tokens: int, sums: list[int] | None) -> None:
+        """Say that a segment, not the last, is written."""
+        self.writer.write(control.pack({"segment": tokens, "checksums": sums}))
+        await self.writer.drain()
+
     async def done(self, rid: str, tokens: int, sums: list[list[int]] | None = None) -> dict[str, Any]:
         """Send Done and read the Verdict."""
         sums = [plane_checksums(self.segment, LAYOUT, tokens)] if sums is None else sums

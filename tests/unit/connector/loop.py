@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,10 @@ class LoopTransport:
         dsts: Sequence[int],
         lens: Sequence[int],
         timeout_s: float,
+        ready: Callable[[], float] | None = None,
     ) -> None:
+        if ready is not None:
+            ready()
         if self.fail:
             raise TransportError("the write failed")
         if self.hold:

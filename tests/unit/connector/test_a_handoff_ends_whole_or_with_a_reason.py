@@ -53,8 +53,33 @@ async def test_segments_arrive_in_place_and_done_is_said_once(node: FakeNode) ->
     assert [bytes(s) for s in node.segments([24, 16])] == [bytes(first), bytes(second)]
     assert done["checksums"] == [plane_checksums(first, LAYOUT, 24), plane_checksums(second, LAYOUT, 16)]
     assert node.ends.empty()
+    assert node.said == []  # this node did not ask to be told
     (report,) = sending.reports
     assert (report.nbytes, report.segments) == (LAYOUT.segment_bytes(40), 2)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+async def test_a_node_that_asks_is_told_of_each_segment_once_it_is_written(
+    node: FakeNode, checksum: bool
+) -> None:
+    node.accept = lambda answer: answer | {"segments": True, "checksums": checksum}
+    sending = Sending(node, checksum=checksum)
+    sending.transport.hold = True
+    sending.handoff.start()
+    sending.put(0, 24)
+    await asyncio.sleep(0.2)
+    assert node.said == []  # nothing before it is there
+    sending.transport.held.set()
+    assert await over(sending) == "write_outstanding"
+    sending = Sending(node, checksum=checksum)
+    sending.handoff.start()
+    first, second = sending.put(0, 24), sending.put(24, 16)
+    assert await over(sending) is None
+    assert (await node.ended())["abort"] == "write_outstanding"
+    done = await node.ended()
+    sums = [plane_checksums(first, LAYOUT, 24), plane_checksums(second, LAYOUT, 16)]
+    assert node.said == [{"segment": 24, "checksums": sums[0] if checksum else None}]
+    assert (done["segments"], done["checksums"]) == ([24, 16], sums if checksum else None)
 
 
 async def test_given_up_before_it_is_admitted_it_ends_at_once(node: FakeNode) -> None:

@@ -24,6 +24,8 @@ class Interleavings(RuleBasedStateMachine):
         self.writers: list[tuple[Handoff, float]] = []  # admitted and not stopped; with their last moment
         self.memory: dict[int, str] = {}
         self.converting: list[Handoff] = []
+        self.checking: list[Handoff] = []
+        self.landing: Handoff | None = None
         self.engine: Handoff | None = None
         self.served: list[int] = []
 
@@ -42,7 +44,8 @@ class Interleavings(RuleBasedStateMachine):
         assert ahead or not engine_taken
         # No admitted writer, conversion or engine can still touch what was just handed out.
         assert handoff.slot not in [h.slot for h, last in self.writers if self.now < last]
-        assert handoff.slot not in [h.slot for h in self.converting]
+        assert handoff.slot not in [h.slot for h in (*self.converting, *self.checking)]
+        assert self.landing is None or self.landing.slot != handoff.slot
         assert self.engine is None or self.engine.slot != handoff.slot
         self.memory.pop(handoff.slot, None)
         self.handoffs.append(handoff)
@@ -81,6 +84,8 @@ class Interleavings(RuleBasedStateMachine):
     def writer_ends(self, data: st.DataObject, how: str) -> None:
         writer = data.draw(st.sampled_from(self.writers))
         handoff = writer[0]
+        if handoff in self.checking:  # what it says next is not read yet
+            return
         if how == "vanished":  # its last write may still be under way: it stays in `writers`
             self.slots.writer_vanished(handoff, "gone")
             return
@@ -90,6 +95,45 @@ class Interleavings(RuleBasedStateMachine):
         elif self.slots.writer_done(handoff):
             assert self.memory.get(handoff.slot, handoff.rid) == handoff.rid
             self.converting.append(handoff)
+
+    @precondition(lambda self: self.writers)
+    @rule(data=st.data())
+    def segment_begins(self, data: st.DataObject) -> None:
+        handoff, _ = data.draw(st.sampled_from(self.writers))
+        if handoff not in self.checking and self.slots.check_begins(handoff):
+            assert not handoff.over
+            self.checking.append(handoff)
+
+    @precondition(lambda self: self.checking)
+    @rule(data=st.data(), whole=st.booleans())
+    def segment_checked(self, data: st.DataObject, whole: bool) -> None:
+        handoff = self.pick(data, self.checking)
+        self.checking.remove(handoff)
+        before = handoff.arrived
+        if whole:
+            self.slots.arrive(handoff, 64)
+        else:
+            self.slots.convert_failed(handoff, ErrorCode.CHECKSUM_MISMATCH, "not whole")
+        assert handoff.arrived == ((*before, 64) if whole and not handoff.over else before)
+
+    @rule()
+    def start_landing(self) -> None:
+        handoff = self.slots.start_landing()
+        if handoff is None:
+            return
+        assert self.landing is None
+        assert self.engine is None
+        assert handoff is self.slots.alive()[0]
+        assert not handoff.ready
+        assert handoff.landed < len(handoff.arrived)
+        self.landing = handoff
+
+    @precondition(lambda self: self.landing)
+    @rule()
+    def landing_ends(self) -> None:
+        assert self.landing is not None
+        self.slots.land_ended(self.landing, len(self.landing.arrived))
+        self.landing = None
 
     @precondition(lambda self: self.converting)
     @rule(data=st.data(), whole=st.booleans())
@@ -119,6 +163,7 @@ class Interleavings(RuleBasedStateMachine):
         if handoff is None:
             return
         assert self.engine is None
+        assert self.landing is None
         assert not handoff.over
         assert handoff.attached
         assert handoff.state == handoff.rid
@@ -158,6 +203,10 @@ class Interleavings(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """With conversion and engine done, time alone frees every slot."""
+        for handoff in self.checking:
+            self.slots.arrive(handoff, 64)
+        if self.landing is not None:
+            self.slots.land_ended(self.landing, 0)
         for handoff in self.converting:
             self.slots.converted(handoff, handoff.rid)
         if self.engine is not None:

@@ -101,6 +101,24 @@ def test_received_bytes(model, segments) -> None:
     engine.check(want, LAYERS[model])
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_received_bytes_in_parts(model, cut) -> None:
+    geometry, segments = layout(model), (64, 64, 2)
+    slot = torch.full((geometry.segment_bytes(130),), 0x3C, dtype=torch.uint8).random_(0, 0x78)
+    want = PROFILES[model].convert(slot, geometry, segments)
+    engine = Engine(model, LAYERS[model], 3)
+    injector = Injector(engine, LAYERS[model])
+    injector.queue(slot, geometry, segments[:cut])
+    rows = sum(segments[:cut])
+    assert all((cache[0, rows:] == POISON).all() for caches in engine.caches for cache in caches[:3])
+    slot[: geometry.offset(128) if cut == 2 else geometry.offset(64)].fill_(
+        0
+    )  # what is there is not read again
+    injector.queue(slot, geometry, segments, cut)
+    injector.finish()
+    engine.check(want, LAYERS[model])
+
+
 def test_without_mtp_the_draft_layers_state_is_left_out(model) -> None:
     layers = LAYERS[model] - 1
     engine = Engine(model, layers, 2)

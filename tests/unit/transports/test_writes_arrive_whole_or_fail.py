@@ -61,6 +61,29 @@ def test_parts_land_where_they_should(name: str, protocol: str) -> None:
 
 
 @BOTH
+def test_bytes_are_read_only_once_they_are_said_to_be_there(name: str, protocol: str) -> None:
+    writer, source, node, target = pair(name, protocol, 4096)
+    sent = source.clone()
+    source.zero_()
+
+    def ready() -> float:
+        source.copy_(sent)
+        return 10.0
+
+    def never() -> float:
+        raise KeyError("given up")
+
+    parts = ([source.data_ptr()], [target.data_ptr()], [4096])
+    with pytest.raises(KeyError, match="given up"):
+        writer.write(node.local_meta(), *parts, 0.0, never)
+    assert not target.any()
+    writer.write(node.local_meta(), *parts, 0.0, ready)  # the time is what `ready` says, not none
+    assert torch.equal(target, sent)
+    writer.close()
+    node.close()
+
+
+@BOTH
 def test_many_parts_at_once_as_a_stock_node_needs(name: str, protocol: str) -> None:
     writer, source, node, target = pair(name, protocol, 237 * 4096)
     at = [i * 4096 for i in range(237)]

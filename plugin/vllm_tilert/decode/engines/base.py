@@ -51,6 +51,14 @@ class ReceivedState:
         """Tokens it holds."""
         return sum(self.segments)
 
+    def continues(self, earlier: ReceivedState, count: int) -> bool:
+        """Whether `earlier` is this state's first `count` segments, in the same slot."""
+        return (
+            self.slot.data_ptr() == earlier.slot.data_ptr()
+            and self.layout == earlier.layout
+            and self.segments[:count] == earlier.segments
+        )
+
 
 @dataclass(frozen=True)
 class Decoded:
@@ -62,7 +70,7 @@ class Decoded:
 
 
 class Engine(Protocol):
-    """Decodes one request at a time. Every method is called on one and the same thread."""
+    """Decodes one request at a time. Every method but `land` is called on one and the same thread."""
 
     @property
     def max_seq_len(self) -> int:
@@ -70,12 +78,24 @@ class Engine(Protocol):
 
     @property
     def takes_bytes(self) -> bool:
-        """Whether `inject` is given a ReceivedState, to convert it where it is needed, or a ConvertedState."""
+        """Whether it is given a ReceivedState, to convert it where it is needed, or a ConvertedState."""
+
+    def land(self, state: ReceivedState, first: int = 0) -> None:
+        """Begin to put `state` in place, from its segment `first` on; those before it have been landed.
+
+        Only where `takes_bytes`, and only while the engine has no request. Returns without waiting, on any
+        thread. What it puts in place is of no request until `inject` has been called, and a `land` from
+        segment 0 on begins anew. Raises ValueError when it does not fit the engine or what was landed.
+        """
+
+    def settle(self) -> None:
+        """Wait until what `land` began is in place; it reads nothing of the slot any more then."""
 
     def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
         """Restore the engine to `state.seq_len` prefilled tokens; MTP starts from the last one's id.
 
-        Raises ValueError when they do not fit the engine.
+        A ReceivedState has been landed whole; over when all of it is in place. Raises ValueError when they
+        do not fit the engine, or when another state, or less than all, was landed.
         """
 
     def decode(

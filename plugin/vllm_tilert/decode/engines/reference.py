@@ -51,6 +51,13 @@ class ReferenceEngine:
         """See `base.Engine`."""
         return self._max_seq_len
 
+    def land(self, state: ReceivedState, first: int = 0) -> None:
+        """See `base.Engine`; it takes no bytes."""
+        raise ValueError("engine reference takes converted state only")
+
+    def settle(self) -> None:
+        """See `base.Engine`."""
+
     @torch.inference_mode()
     def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
         """See `base.Engine`."""

@@ -47,6 +47,7 @@ class TileRTEngine:
         self._injector = Injector(self._adapter.gen, layout.layers - draft, unused=draft)
         self._injector.warm_up(layout)
         self._inject_cache = self._adapter.gen.inject_cache
+        self._landed: ReceivedState | None = None
 
     @property
     def takes_bytes(self) -> bool:
@@ -59,10 +60,25 @@ class TileRTEngine:
         # The adapter knows no window and says 200,000.
         return min(int(self._adapter.max_seq_len), self._injector.rows or self._adapter.max_seq_len)
 
+    def land(self, state: ReceivedState, first: int = 0) -> None:
+        """See `base.Engine`."""
+        before, self._landed = self._landed, None
+        if first and (before is None or not state.continues(before, first)):
+            raise ValueError(f"segment {first} does not follow what was landed")
+        self._injector.queue(state.slot, state.layout, state.segments, first)
+        self._landed = state
+
+    def settle(self) -> None:
+        """See `base.Engine`."""
+        self._injector.finish()
+
     def inject(self, state: ConvertedState | ReceivedState, last_prompt_token: int) -> None:
         """See `base.Engine`."""
+        landed, self._landed = self._landed, None
         if isinstance(state, ReceivedState):
-            self._injector.land(state.slot, state.layout, state.segments)
+            if landed is None or not state.continues(landed, len(state.segments)):
+                raise ValueError("the state has not been landed whole")
+            self.settle()
         else:
             self._injector.inject(state)
         # What else the adapter does at injection is its own; only the copying has been done.
