@@ -57,12 +57,18 @@ class Router:
         self.run(f"cp -p {CONFIG} {CONFIG}.bench && sed -i '/^prefill_ahead:/d' {CONFIG}")
         try:
             self.run(f"echo 'prefill_ahead: {str(ahead).lower()}' >>{CONFIG} && systemctl restart {UNIT}")
-            until("nodes are known", lambda: {n["state"] for n in self.nodes()} == {"FREE"}, 60)
-            for node in sorted(n["name"] for n in self.nodes())[1:]:
+            self._known()
+            for node in self.cluster.hosts("decode")[1:]:
                 self.run(f"curl -sS -f -X POST {ADMIN}/nodes/{node}/drain")
             yield
         finally:
             self.run(f"mv {CONFIG}.bench {CONFIG} && systemctl restart {UNIT}")
+            self._known()
+            for node in self.cluster.hosts("decode")[1:]:
+                self.run(f"curl -sS -f -X POST {ADMIN}/nodes/{node}/undrain")
+
+    def _known(self) -> None:
+        until("nodes are known", lambda: not {n["state"] for n in self.nodes()} & {"UNKNOWN", "DOWN"}, 60)
 
     def nodes(self) -> list[dict[str, str]]:
         return list(json.loads(self.run(f"curl -sS {ADMIN}/nodes"))["nodes"])
