@@ -74,7 +74,9 @@ python_bin() {
 # apt_install PACKAGE...: install what is missing, touching apt only then.
 apt_install() {
   local missing=() p
-  for p in "$@"; do dpkg-query -W -f '${Status}' "$p" 2>/dev/null | grep -q 'ok installed' || missing+=("$p"); done
+  # A name may be one that another package provides (libcurl4t64 is Ubuntu 24.04's libcurl4).
+  local have; have=$(dpkg-query -W -f '${db:Status-Abbrev}${Package} ${Provides}\n' | sed -n 's/^ii //p' | tr -s ' ,' '\n')
+  for p in "$@"; do grep -qxF "$p" <<<"$have" || missing+=("$p"); done
   [ ${#missing[@]} = 0 ] && return 0
   command -v apt-get >/dev/null || die "missing packages: ${missing[*]}; this system has no apt-get, install them by hand"
   as_root apt-get update -qq
@@ -84,6 +86,17 @@ apt_install() {
 TRANSPORT_LIBS=(libibverbs1 librdmacm1 libnuma1 libcurl4)   # what Mooncake's wheel links against
 CLUSTER_PACKAGES=(podman runc netavark aardvark-dns debootstrap iptables nftables catatonit git)
 
+# promtool checks the rules that are rendered. Debian's package starts a server: only its program is taken.
+promtool_program() { command -v promtool >/dev/null || once promtool 1 _promtool; }
+_promtool() {
+  rm -rf "$LOCAL/tools"; mkdir -p "$LOCAL/tools"
+  as_root apt-get update -qq
+  (cd "$LOCAL/tools" && apt-get download -qq prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb)
+}
+
+# The cluster's hosts are containers, which need namespaces of their own.
+can_have_hosts() { as_root unshare --mount --net --pid --fork true 2>/dev/null; }
+
 # make_venv DIR LOCK: a virtual environment holding exactly the lock file's packages.
 make_venv() {
   local dir=$1 lock=$2
@@ -91,7 +104,16 @@ make_venv() {
 }
 _fill_venv() {
   "$(python_bin)" -m venv --clear "$1"
-  "$1/bin/pip" install --quiet --disable-pip-version-check --no-deps -r "$2"
+  "$1/bin/pip" install --quiet --disable-pip-version-check --no-deps $(torch_index "$1/bin/pip" "$2") -r "$2"
+}
+
+# PyPI's torch is the CUDA build, gigabytes with what it needs; PyTorch's own index, or a mirror of it, has the CPU build.
+TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+# torch_index PIP LOCK: the option without which pip would not find the CPU build of the lock's torch, if there is one.
+torch_index() {
+  local torch; torch=$(grep -x 'torch==.*' "$2") || return 0
+  "$1" install --quiet --disable-pip-version-check --dry-run --ignore-installed --no-deps --report - "$torch" 2>/dev/null |
+    grep -q '"version": ".*+cpu"' || echo "--extra-index-url=$TORCH_CPU_INDEX"
 }
 
 ops_venv() { make_venv "$OPS" "$ROOT/requirements/ops.txt"; }
@@ -111,9 +133,13 @@ wheelhouse() {
   mkdir -p "$WHEELHOUSE"
   for lock in "${HOST_LOCKS[@]}"; do
     once "wheels-$(basename "$lock" .txt)" "$(hash_of "$lock")-$WHEELHOUSE" \
-      "$OPS/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --find-links "$WHEELHOUSE" -w "$WHEELHOUSE" -r "$lock"
+      wheels_of "$lock"
   done
   once wheel-own "$(own_hash)" own_wheel
+}
+wheels_of() { # LOCK
+  "$OPS/bin/pip" wheel --quiet --disable-pip-version-check --no-deps --find-links "$WHEELHOUSE" $(torch_index "$OPS/bin/pip" "$1") \
+    -w "$WHEELHOUSE" -r "$1"
 }
 own_hash() { cd "$ROOT"; find plugin router pyproject.toml -type f -not -path '*/__pycache__/*' -not -path '*.egg-info/*' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-16; }
 own_wheel() {
