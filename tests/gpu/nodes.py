@@ -64,6 +64,7 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
     from vllm_tilert.decode.engines.base import Decoded, Sampling
     from vllm_tilert.decode.node import Decode, End, Node
     from vllm_tilert.decode.receiver import Receiver
+    from vllm_tilert.decode.slots import Outcome
     from vllm_tilert.kernels.inject import Injector
     from vllm_tilert.profiles.base import get_profile
     from vllm_tilert.transports import make_transport
@@ -139,6 +140,11 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
 
     node.accept_state = accept_state
 
+    async def ended(call: Decode) -> End:
+        while not isinstance(item := await call.tokens.get(), End):
+            pass
+        return item
+
     async def serve(rid: str) -> None:
         def reserve():
             try:
@@ -150,8 +156,16 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
         call = Decode(1, 1, Sampling())
         node.attach(rid, call, 60.0)
         say(rid=rid, generation=handoff.generation)
-        while not isinstance(item := await call.tokens.get(), End):
-            pass
+        told = asyncio.ensure_future(ended(call))
+        over = asyncio.ensure_future(node.signal.until(lambda: handoff.over))
+        await asyncio.wait([told, over], return_when=asyncio.FIRST_COMPLETED)
+        if handoff.outcome is not Outcome.DONE and not told.done():  # it never had the engine
+            told.cancel()
+            error = str(handoff.outcome)
+        else:
+            item = await told
+            error = str(item.error) if item.error else None
+        over.cancel()
         say(
             rid=rid,
             ready=engine.ready,
@@ -160,7 +174,7 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
             ahead=engine.ahead,
             connections=connections,
             done=done_at.get(rid, 0.0),
-            error=str(item.error) if item.error else None,
+            error=error,
             timing=handoff.timing_ms,
             segments=handoff.facts.get("lengths"),
         )

@@ -160,6 +160,7 @@ def pressure(run: Run) -> None:
     scheduler._preempt_request = counted
     run.hand_off(100)
     for _ in range(2):
+        assert run.blocks_return(free)
         # The other one's blocks leave room for three of the claimed prompt's four chunks.
         run.add(prompt_of(run.rng, 600), None, 40)
         run.llm.llm_engine.step()
@@ -169,6 +170,7 @@ def pressure(run: Run) -> None:
         run.finish()
         run.compare(rid, 1900, preempted=preempted - before)
     for chunks in (1, 2):
+        assert run.blocks_return(free)
         rid, params = run.claims.next()
         req = run.add(prompt_of(run.rng, 1900), params, 1)
         for _ in range(chunks):

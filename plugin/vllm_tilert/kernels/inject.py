@@ -61,6 +61,15 @@ class _Device:
     stream: Any
     rows: int
     kernels: dict[Layout, Any] = field(default_factory=dict)
+    marks: dict[torch.device, Any] = field(default_factory=dict)
+
+    def follow(self, place: torch.device) -> None:
+        """Let the stream's next work wait for what is queued on `place` so far."""
+        event = self.marks.get(place)
+        if event is None:
+            event = self.marks[place] = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(place))
+        self.stream.wait_event(event)
 
 
 class Injector:
@@ -146,22 +155,22 @@ class Injector:
         self._check(seq_len)
         if layout not in self._devices[0].kernels:
             self.warm_up(layout)
-        used = slot[begin : layout.segment_bytes(seq_len)]
         for device in self._devices:
-            with _on(device, slot.device):
-                assert device.targets is not None
-                local = used.to(device.device, non_blocking=True)
-                kernel, row = device.kernels[layout], at
-                start = local.data_ptr() - begin
+            assert device.targets is not None
+            with torch.cuda.device(device.device):
+                # The default stream of the engine's device also stands for the engine's own blocking streams.
+                device.follow(device.device)
+                local, start = slot, slot.data_ptr()
+                if device.device != slot.device:
+                    device.follow(slot.device)
+                    with torch.cuda.stream(device.stream):
+                        local = slot[begin : layout.segment_bytes(seq_len)].to(
+                            device.device, non_blocking=True
+                        )
+                    start = local.data_ptr() - begin
+                kernel, row, targets = device.kernels[layout], at, device.targets.data_ptr()
                 for tokens in segments[first:]:
-                    kernel.launch(
-                        start + layout.offset(row),
-                        tokens,
-                        tokens,
-                        device.targets.data_ptr(),
-                        row,
-                        device.stream,
-                    )
+                    kernel.launch(start + layout.offset(row), tokens, tokens, targets, row, device.stream)
                     row += tokens
 
     def finish(self) -> None:
