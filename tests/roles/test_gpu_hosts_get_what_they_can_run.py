@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from roles.gpu_driver.hosts import capabilities, smi
+
 ROOT = Path(__file__).parents[2]
 PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
 pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
@@ -31,13 +33,15 @@ MIB = 1 << 20
 
 def nvidia_smi(folder: Path, gpus: list[tuple[str, int, str]], name: str = "nvidia-smi") -> Path:
     """A command that answers as nvidia-smi does for these GPUs: (name, MiB, compute capability)."""
-    lines = [
-        f"{i}, {model}, {mib}, {mib - 600}, {cap}, 595.45.04, 00000000:{i:02X}:00.0, "
-        "Enabled, 0, Enabled, Disabled, Completed"
-        for i, (model, mib, cap) in enumerate(gpus)
-    ]
+    changes = {
+        i: {"product_name": model, "fb_memory_usage/total": f"{mib} MiB"}
+        for i, (model, mib, _) in enumerate(gpus)
+    }
     command = folder / f"smi-{name}"
-    command.write_text("#!/bin/sh\ncat <<'EOF'\n" + "\n".join(lines) + "\nEOF\n")
+    xml, query = folder / f"smi-{name}.xml", folder / f"smi-{name}.csv"
+    xml.write_text(smi(count=len(gpus), changes=changes))
+    query.write_text(capabilities(xml.read_text(), gpus[0][2] if gpus else ""))
+    command.write_text(f'#!/bin/sh\ncase "$*" in *--query-gpu=*) cat {query} ;; *) cat {xml} ;; esac\n')
     command.chmod(0o755)
     return command
 
@@ -131,7 +135,10 @@ class Site:
             }
         ]
         gpus = [
-            {"gpu_facts": {"command": f"{{{{ {role}_nvidia_smi }}}}"}, "register": f"{role}_gpu"},
+            {
+                "gpu_facts": {"nvidia_smi": f"{{{{ {role}_nvidia_smi }}}}", "health": False},
+                "register": f"{role}_gpu",
+            },
             *tasks,
         ]
         host = "p1" if role == "vllm_prefill" else "d1"
@@ -386,7 +393,11 @@ def test_a_changed_fabric_restarts_what_uses_it(site: Site, role: str, handler: 
         else:
             (folder / "rdma.env").write_text(text)
         handlers = [{"name": handler, "ansible.builtin.debug": {"msg": "it restarts"}}]
-        variables = {variable: str(folder / "venv"), "tilert_credentials_dir": str(folder)}
+        variables = {
+            variable: str(folder / "venv"),
+            f"{role}_service": "no-such",
+            "tilert_credentials_dir": str(folder),
+        }
         out = site.play(watched, [], handlers=handlers, **variables)
         assert site.rc == 0, out
         runs.append("it restarts" in out)

@@ -130,7 +130,7 @@ def codes(module: str) -> set[str]:
     return {str(ast.literal_eval(call.args[0])) for call in calls if isinstance(call.args[0], ast.Constant)}
 
 
-@pytest.mark.parametrize(("source", "module"), [("driver", "driver_facts"), ("rdma", "rdma_facts")])
+@pytest.mark.parametrize(("source", "module"), [("driver", "gpu_facts"), ("rdma", "rdma_facts")])
 def test_every_problem_that_a_module_knows_has_a_number(source: str, module: str) -> None:
     known = codes(module)
     assert len(known) > 5

@@ -1,4 +1,4 @@
-"""Writes what the commands of driver_facts print on an 8 x B200 host into a folder.
+"""Writes what the commands of gpu_facts print on an 8 x B200 host into a folder.
 
 The XML is nvidia-smi's own, recorded on one H200 with driver 580.159.04; names, driver and fabric state are
 changed to what a B200 host with NVSwitch shows.    usage: python hosts.py FOLDER [KIND]
@@ -45,6 +45,12 @@ def smi(
     return '<?xml version="1.0" ?>\n' + ET.tostring(root, encoding="unicode")
 
 
+def capabilities(smi_text: str, capability: str = "10.0") -> str:
+    """nvidia-smi --query-gpu=pci.bus_id,compute_cap of the same host."""
+    cards = ET.fromstring(smi_text).findall("gpu") if smi_text.startswith("<?xml") else []
+    return "".join(f"{card.get('id')}, {capability}\n" for card in cards)
+
+
 def write(
     folder: Path,
     *,
@@ -56,8 +62,10 @@ def write(
     **xml: Any,
 ) -> dict[str, Any]:
     """Make a host's files below `folder`; the module's parameters that read them."""
+    shown = smi(**xml) if smi_text is None else smi_text
     for path, text in {
-        "smi": smi(**xml) if smi_text is None else smi_text,
+        "smi": shown,
+        "query": capabilities(shown),
         "manager": f"Fabric Manager version is : {manager}\n",
         "modinfo": f"{on_disk}\n",
         "log": f"2026-11-30T07:00:00+00:00 d1 kernel: Linux version {KERNEL}\n{log}",
@@ -71,6 +79,7 @@ def write(
     failed = smi_text is not None
     return {
         "smi": ["sh", "-c", f"cat {folder}/smi; exit {18 if failed else 0}"],
+        "query": ["cat", f"{folder}/query"],
         "fabric_manager": ["cat", f"{folder}/manager"],
         "module_version": ["cat", f"{folder}/modinfo"],
         "kernel_log": ["cat", f"{folder}/log"],

@@ -1,4 +1,4 @@
-"""driver_facts on recorded output: a healthy host passes, and each fault is named with its GPU and its remedy."""
+"""gpu_facts on recorded output: a healthy host passes, and each fault is named with its GPU and its remedy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "driver_facts", ROOT / "ansible/plugins/modules/driver_facts.py"
-    )
+    spec = importlib.util.spec_from_file_location("gpu_facts", ROOT / "ansible/plugins/modules/gpu_facts.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -48,6 +46,9 @@ def test_a_healthy_host_has_no_problem(tmp_path: Path, kind: str) -> None:
     assert found["open_module"]
     assert len(found["gpus"]) == 8
     assert {card["name"] for card in found["gpus"]} == {"NVIDIA B200"}
+    assert [card["index"] for card in found["gpus"]] == list(range(8))
+    assert {card["memory_bytes"] for card in found["gpus"]} == {143771 << 20}  # as recorded
+    assert {card["compute_capability"] for card in found["gpus"]} == {"10.0"}
 
 
 @pytest.mark.parametrize(
