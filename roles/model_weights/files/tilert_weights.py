@@ -38,6 +38,8 @@ MANIFEST = "tilert-manifest.json"
 PARTIAL = ".tilert-partial"
 VERIFIED = ".tilert-verified.json"
 LOCK = ".tilert-lock"
+INDEX = "model.safetensors.index.json"
+"""What a checkpoint of several files is read by; the converter reads one and writes one."""
 CHUNK = 4 << 20
 ATTEMPTS = 6
 """Connections in a row that may bring nothing before a file is given up."""
@@ -401,7 +403,7 @@ def need_memory(meminfo: Path, count: int, what: str) -> None:
     if available < count:
         raise Failed(
             f"{what} needs {gb(count)} of memory, and {gb(available)} are available. Stop other services here, or "
-            "convert on a host with more memory and name its folder or URL as the source of the converted weights"
+            "convert on a GPU host with more memory and name its folder or URL as the source of the converted weights"
         )
 
 
@@ -611,6 +613,10 @@ def convert(options: argparse.Namespace) -> dict[str, Any]:
         source = complete(model)
         if source is None:
             raise Failed(f"{model} is not complete: fetch it first, or seal it if it was filled by hand")
+        if INDEX not in {file.path for file in source.files}:
+            raise Failed(
+                f"{model} has no {INDEX}, which the converter starts from: fetch the whole checkpoint"
+            )
         made_by = {
             "from": source.sha256(),
             "model_type": options.model_type,
@@ -632,8 +638,11 @@ def convert(options: argparse.Namespace) -> dict[str, Any]:
         )
         if done.returncode:
             raise Failed(f"the converter ended with {done.returncode}; its output is above")
-        if not list(partial.glob("*.index.json")):
-            raise Failed(f"the converter wrote no index into {partial}: it did not end")
+        # Written last.
+        if not (partial / INDEX).is_file():
+            raise Failed(
+                f"the converter wrote no {INDEX} into {partial}: it did not end; its output is above"
+            )
         accompany(model, source, partial)
         made = listing(partial, made_by)
         for file in made.files:
