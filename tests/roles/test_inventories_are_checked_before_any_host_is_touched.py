@@ -103,6 +103,18 @@ P1 = sorted(BASE["prefill"])[0]
             "tilert_kv_cache_dtype = fp8: use one of float32, bf16, fp8_ds_mla",
         ),
         (BASE, {"tilert_decode_http_port": 5556}, "port 5556 is used by"),
+        (BASE, {"tilert_decode_server": "stock", "pd_router_processes": 2}, "would book it twice"),
+        (BASE, {"pd_router_processes": "many"}, "pd_router_processes = many: use a whole number, at least 1"),
+        (
+            BASE,
+            {"pd_router_processes": 3, "tilert_router_port_step": 1},
+            "is used by tilert_router_admin_port and tilert_router_port of ",
+        ),
+        (
+            change(BASE, "router", "g2", address="192.0.2.78", pd_router_tool_parser="glm47"),
+            {},
+            "pd_router_reasoning_parser, pd_router_tool_parser: {",
+        ),
         (BASE, {"tilert_requirements_dir": "/nowhere"}, "/nowhere/router.txt: there is no such lock file"),
         (BASE, {"tilert_secret": "short"}, "shorter than 32 characters"),
         (BASE, {"tilert_wheelhouse": "/nowhere"}, "tilert_wheelhouse = /nowhere: there is no such folder"),

@@ -33,22 +33,23 @@ case "$*" in
 esac
 echo "systemctl $*" >>"{calls}"
 """
-# What role tilert_decode does to a host: a new environment, the former one beside it, a new unit.
+# What a role does to a host: a new environment, the former one beside it, a new unit.
 ROLE = """
 - name: A new version
   ansible.builtin.shell:
     cmd: |
       set -eu
       cd "{{ tilert_prefix }}"
-      echo "install $(cat decode/.stamp)" >>"{{ calls }}"
-      rm -rf decode.old; mv decode decode.old; mkdir decode
-      echo new >decode/.stamp; echo "unit new" >"{{ tilert_unit_dir }}/tilert-decode.service"
+      echo "install $(cat KIND/.stamp)" >>"{{ calls }}"
+      rm -rf KIND.old; mv KIND KIND.old; mkdir KIND
+      echo new >KIND/.stamp; echo "unit new" >"{{ tilert_unit_dir }}/UNIT"
       exit {{ role_status | default(0) }}
 """
+UNITS = {"decode": "tilert-decode.service", "prefill": "vllm-prefill.service"}
 
 
 class Pool:
-    """Two decode hosts and a router on this machine; everything they are asked is written to `calls`."""
+    """Two decode hosts, two prefill hosts and a router on this machine; what they are asked is written to `calls`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls_file = folder, folder / "calls"
@@ -59,15 +60,22 @@ class Pool:
             "host_vars",
             "etc",
             "roles/rdma/tasks",
-            "roles/tilert_decode/tasks",
         ):
             (folder / name).mkdir(parents=True)
         self.program("bin/systemctl", SYSTEMCTL.replace("{calls}", str(self.calls_file)))
         self.program("bin/systemd-run", f'#!/bin/sh\necho "check" >>"{self.calls_file}"\n')
         (folder / "roles/rdma/tasks/main.yml").write_text("[]\n")
-        (folder / "roles/tilert_decode/tasks/main.yml").write_text(ROLE)
+        for role, kind in (("tilert_decode", "decode"), ("vllm_prefill", "prefill")):
+            (folder / f"roles/{role}/tasks").mkdir(parents=True)
+            text = ROLE.replace("KIND", kind).replace("UNIT", UNITS[kind])
+            (folder / f"roles/{role}/tasks/main.yml").write_text(text)
         self.router = folder / "etc/router.yaml"
         self.ports: dict[str, int] = {}
+        self.playbook, self.kind = "upgrade.yml", "decode"
+        self.running: list[int] = []
+        """Requests that a prefill host computes, look by look; none after the last."""
+        self.dead: set[str] = set()
+        """Prefill hosts that do not answer."""
 
     def program(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -76,7 +84,7 @@ class Pool:
         path.chmod(0o755)
 
     def serve(self) -> Iterator[None]:
-        """A decode node's and a router's HTTP on free ports."""
+        """A decode node's, a router's and two prefill hosts' HTTP on free ports."""
         pool = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -91,9 +99,27 @@ class Pool:
                 self.wfile.write(body)
 
             def do_GET(self) -> None:
-                known = [node["name"] for node in yaml.safe_load(pool.router.read_text())["decode"]]
-                nodes = {"nodes": [{"name": name, "state": "FREE"} for name in known]}
-                self.answer(nodes if self.path == "/nodes" else {"status": "idle", "slots": []})
+                if self.server.server_address[0] in pool.dead:
+                    self.send_error(503)
+                elif self.path == "/metrics":
+                    self.metrics()
+                else:
+                    nodes = {"nodes": [{"name": name, "state": "FREE"} for name in pool.known]}
+                    self.answer(nodes if self.path == "/nodes" else {"status": "idle", "slots": []})
+
+            def metrics(self) -> None:
+                count = pool.running.pop(0) if pool.running else 0
+                with pool.calls_file.open("a") as calls:
+                    calls.write(f"{count} run, routers know {' '.join(pool.knows('prefill'))}\n")
+                text = (
+                    "# TYPE vllm:num_requests_running gauge\n"
+                    f'vllm:num_requests_running{{engine="0"}} {float(count)}\n'
+                    'vllm:num_requests_waiting{engine="0"} 0.0\n'
+                )
+                self.send_response(200)
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
 
             def do_POST(self) -> None:
                 if self.path.startswith("/pd/") and self.headers["authorization"] != f"Bearer {SECRET}":
@@ -105,34 +131,40 @@ class Pool:
 
         servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
         self.ports = {"node": servers[0].server_port, "admin": servers[1].server_port}
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.7", 0), Handler))
+        self.ports["prefill"] = servers[-1].server_port
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.8", self.ports["prefill"]), Handler))
         for server in servers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
         yield
         for server in servers:
             server.shutdown()
 
-    def upgrade(self, *arguments: str, compare: str = "exit 0") -> subprocess.CompletedProcess[str]:
-        """Run upgrade.yml; `compare` is the shell that answers for the comparison."""
+    def upgrade(
+        self, *arguments: str, compare: str = "exit 0", prefill: int = 2
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the playbook; `compare` is the shell that answers for the comparison."""
         decode = [
             {"name": f"d{n}", "url": f"http://127.0.0.{n}:5557", "host": f"127.0.0.{n}", "ctrl_port": 5556}
             for n in (1, 2)
         ]
         model = {"name": "small", "tokenizer": "/srv", "max_model_len": 2048}
-        self.router.write_text(yaml.safe_dump({"model": model, "prefill": [], "decode": decode}))
-        for n in (1, 2):
-            prefix = self.folder / f"d{n}"
-            (prefix / "decode").mkdir(parents=True)
+        first = [{"name": f"p{n}", "url": f"http://127.0.0.{6 + n}:8000"} for n in range(1, 1 + prefill)]
+        self.router.write_text(yaml.safe_dump({"model": model, "prefill": first, "decode": decode}))
+        for host in (f"{self.kind[0]}{n}" for n in (1, 2)):
+            prefix = self.folder / host
+            (prefix / self.kind).mkdir(parents=True)
             (prefix / "units").mkdir()
-            (prefix / "decode/.stamp").write_text("old\n")
-            (prefix / "units/tilert-decode.service").write_text("unit old\n")
-            (self.folder / f"host_vars/d{n}.yml").write_text(
+            (prefix / self.kind / ".stamp").write_text("old\n")
+            (prefix / "units" / UNITS[self.kind]).write_text("unit old\n")
+            (self.folder / f"host_vars/{host}.yml").write_text(
                 json.dumps({"tilert_prefix": str(prefix), "tilert_unit_dir": str(prefix / "units")})
             )
-            self.program(f"d{n}/router/bin/tilert-router", "#!/bin/sh\n")
+            self.program(f"{host}/router/bin/tilert-router", "#!/bin/sh\n")
             self.program(
-                f"d{n}/router/bin/tilertctl",
-                f'#!/bin/sh\necho "compare $(cat {prefix}/decode/.stamp)" >>"{self.calls_file}"\n'
-                f"version=$(cat {prefix}/decode/.stamp)\n{compare}\n",
+                f"{host}/router/bin/tilertctl",
+                f'#!/bin/sh\necho "compare $(cat {prefix}/{self.kind}/.stamp)" >>"{self.calls_file}"\n'
+                f"version=$(cat {prefix}/{self.kind}/.stamp)\n{compare}\n",
             )
         given = yaml.safe_load((ROOT / "inventory/local/group_vars/tilert.yml").read_text()) | {
             "ansible_connection": "local",
@@ -146,12 +178,13 @@ class Pool:
             "tilert_decode_http_port": self.ports["node"],
             "tilert_decode_host": "127.0.0.1",
             "tilert_router_admin_port": self.ports["admin"],
+            "tilert_prefill_port": self.ports["prefill"],
             "calls": str(self.calls_file),
         }
         (self.folder / "group_vars/tilert.yml").write_text(json.dumps(given))
         groups: dict[str, Any] = {g: {"hosts": {}} for g in ("ingress", "native", "observability")}
         groups |= {
-            "prefill": {"hosts": {"p1": {"address": "127.0.0.8"}}},
+            "prefill": {"hosts": {f"p{n}": {"address": f"127.0.0.{6 + n}"} for n in range(1, 1 + prefill)}},
             "decode": {"hosts": {f"d{n}": {"address": f"127.0.0.{n}"} for n in (1, 2)}},
             "router": {"hosts": {"g1": {"address": "127.0.0.9"}}},
         }
@@ -168,7 +201,7 @@ class Pool:
             str(PLAYBOOK),
             "-i",
             str(self.folder / "hosts.yml"),
-            str(ROOT / "ansible/upgrade.yml"),
+            str(ROOT / "ansible" / self.playbook),
             *arguments,
         ]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
@@ -179,12 +212,15 @@ class Pool:
 
     def runs(self, host: str) -> tuple[str, str]:
         prefix = self.folder / host
-        unit = (prefix / "units/tilert-decode.service").read_text().strip()
-        return (prefix / "decode/.stamp").read_text().strip(), unit
+        unit = (prefix / "units" / UNITS[self.kind]).read_text().strip()
+        return (prefix / self.kind / ".stamp").read_text().strip(), unit
+
+    def knows(self, section: str) -> list[str]:
+        return [node["name"] for node in yaml.safe_load(self.router.read_text())[section]]
 
     @property
     def known(self) -> list[str]:
-        return [node["name"] for node in yaml.safe_load(self.router.read_text())["decode"]]
+        return self.knows("decode")
 
 
 @pytest.fixture
@@ -243,3 +279,63 @@ def test_a_node_whose_former_version_is_wrong_too_stays_out_of_service(pool: Poo
     assert "/pd/undrain" not in pool.calls
     assert pool.known == ["d2"]
     assert pool.runs("d2") == ("old", "unit old")
+
+
+@pytest.fixture
+def prefill(pool: Pool) -> Pool:
+    pool.playbook, pool.kind = "upgrade_prefill.yml", "prefill"
+    return pool
+
+
+RELOAD = "systemctl reload tilert-router.service"
+
+
+def one_host(other: str, *before: str) -> list[str]:
+    """Every call of one prefill host's upgrade, up to its comparison."""
+    idle = [f"0 run, routers know {other}"] * 3
+    return [RELOAD, *before, *idle, "install old", "check", "compare new", CHECK_ENDS]
+
+
+def test_each_prefill_host_is_left_out_and_idle_before_it_is_replaced(prefill: Pool) -> None:
+    prefill.running = [2, 0, 1]
+    done = prefill.upgrade()
+    assert done.returncode == 0, done.stdout + done.stderr
+    busy = [f"{count} run, routers know p2" for count in (2, 0, 1)]
+    assert prefill.calls == [*one_host("p2", *busy), RELOAD, *one_host("p1"), RELOAD]
+    assert {prefill.runs(host) for host in ("p1", "p2")} == {("new", "unit new")}
+    assert prefill.knows("prefill") == ["p1", "p2"]
+
+
+def test_a_prefill_host_that_fails_gets_its_version_back_and_the_next_is_not_touched(prefill: Pool) -> None:
+    done = prefill.upgrade(compare='[ "$version" = old ] || { echo "DIFFERENT at token 3"; exit 1; }')
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "p1: the upgrade failed (The tokens are vLLM's own: DIFFERENT at token 3)" in said
+    undone = ["systemctl daemon-reload", "systemctl restart vllm-prefill.service", "check", "compare old"]
+    assert prefill.calls == [*one_host("p2"), *undone, CHECK_ENDS, RELOAD]
+    assert prefill.runs("p1") == prefill.runs("p2") == ("old", "unit old")
+    assert prefill.knows("prefill") == ["p1", "p2"]
+
+
+def test_a_prefill_host_that_does_not_become_idle_is_put_back_untouched(prefill: Pool) -> None:
+    prefill.running = [3] * 99
+    done = prefill.upgrade("-e", "drain_timeout_s=4")
+    assert done.returncode != 0
+    assert "p1 still computes requests after 4 s (3 requests" in " ".join(done.stdout.split())
+    assert "install old" not in prefill.calls
+    assert prefill.knows("prefill") == ["p1", "p2"]
+
+
+def test_no_prefill_host_is_taken_out_that_has_no_other(prefill: Pool) -> None:
+    done = prefill.upgrade(prefill=1)
+    assert done.returncode != 0
+    assert "p1 is the only prefill host" in " ".join(done.stdout.split())
+    assert prefill.calls == []
+
+
+def test_a_prefill_host_that_is_down_does_not_count_as_the_other(prefill: Pool) -> None:
+    prefill.dead = {"127.0.0.8"}
+    done = prefill.upgrade()
+    assert done.returncode != 0
+    assert "p1 is the only prefill host that answers" in " ".join(done.stdout.split())
+    assert prefill.calls == []
