@@ -34,8 +34,8 @@ _STEPS: Final = np.arange(_BLOCK, dtype=np.uint64) * np.uint64(GOLDEN)
 def plane_checksums(segment: torch.Tensor, layout: Layout, tokens: int) -> list[int]:
     """One unsigned 64-bit checksum for each plane of a segment.
 
-    `segment` uint8 [layout.segment_bytes(tokens)], contiguous, on any device. On a GPU the caller's
-    thread waits for the current stream. Raises ValueError when the size does not fit.
+    `segment` uint8 [layout.segment_bytes(tokens)], contiguous, on any device. On a GPU its bytes must be there,
+    not only queued, and the caller's thread waits for the sums. Raises ValueError when the size does not fit.
     """
     want = layout.segment_bytes(tokens)
     if segment.dtype != torch.uint8 or segment.numel() != want or not segment.is_contiguous():

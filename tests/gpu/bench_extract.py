@@ -105,7 +105,9 @@ def main() -> int:
     for tokens in LENGTHS:
         ok &= extract(profile, layout, gatherer, stock, registered, tokens)
     host = torch.empty(layout.segment_bytes(1000), dtype=torch.uint8).random_()
-    ok &= plane_checksums(host, layout, 1000) == plane_checksums(host.cuda(), layout, 1000)
+    there = host.cuda()
+    torch.cuda.synchronize()
+    ok &= plane_checksums(host, layout, 1000) == plane_checksums(there, layout, 1000)
     print("checksums equal on CPU and GPU; all checks:", ok)
     return 0 if ok else 1
 

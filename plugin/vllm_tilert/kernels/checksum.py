@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -41,8 +42,24 @@ def word_sum_kernel(
     tl.atomic_add(sums + plane, tl.sum(total, 0), sem="relaxed")
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def word_sums(segment: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The sum of each byte span of `segment`, modulo 2**64; spans start and end on 8-byte boundaries."""
+    """The sum of each byte span of `segment`, modulo 2**64; spans start and end on 8-byte boundaries.
+
+    On a stream of its own, so that it waits neither for vLLM's next forward nor for an engine that decodes:
+    the bytes must be there, not only queued.
+    """
+    if segment.is_cuda:
+        with torch.cuda.stream(_stream(segment.device)):
+            return _word_sums(segment, spans)
+    return _word_sums(segment, spans)
+
+
+def _word_sums(segment: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[int]:
     if any(low % 8 or high % 8 for low, high in spans):
         raise ValueError(f"planes {list(spans)} do not lie on 8-byte boundaries")
     bounds = torch.tensor(spans, dtype=torch.int64).div_(8, rounding_mode="floor").to(segment.device)

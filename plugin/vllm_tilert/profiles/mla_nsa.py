@@ -13,6 +13,7 @@ rotates the index key by the 128-point Hadamard transform, as TileRT's indexer e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -157,9 +158,14 @@ PROFILES: Final[dict[str, Profile]] = {
 
 def empty_planes(layers: int, seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Unset bfloat16 planes [layers, seq_len, dim]."""
-    return {
-        name: torch.empty(layers, seq_len, DIMS[name], dtype=torch.bfloat16, device=device) for name in ORDER
-    }
+    planes = {}
+    for name in ORDER:
+        shape = (layers, seq_len, DIMS[name])
+        if device.type == "cpu":
+            planes[name] = base.fresh(2 * math.prod(shape)).view(torch.bfloat16).view(shape)
+        else:
+            planes[name] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    return planes
 
 
 def convert_segment(
@@ -186,11 +192,11 @@ def convert_segment(
             planes["kv"][layer, rows] = kv.view(torch.bfloat16)
         else:
             planes["kv"][layer, rows] = _dequantise(
-                kv[:, :KV_LORA_RANK].view(torch.float8_e4m3fn), kv[:, KV_LORA_RANK:].view(torch.float32)
+                kv[:, :KV_LORA_RANK], kv[:, KV_LORA_RANK:].view(torch.float32)
             )
         planes["pe"][layer, rows] = views["pe"][layer, :tokens].view(torch.bfloat16)
         page = views["index"][layer, :pages]
-        keys = page[:, :KEY_BYTES].reshape(-1, INDEX_DIM)[:tokens].view(torch.float8_e4m3fn)
+        keys = page[:, :KEY_BYTES].reshape(-1, INDEX_DIM)[:tokens]
         scales = page[:, KEY_BYTES:].reshape(-1, 4)[:tokens].view(torch.float32)
         # TileRT rounds the key to bfloat16 before it rotates; so do we, to get its values.
         key = _dequantise(keys, scales).to(torch.bfloat16).float()
@@ -217,9 +223,19 @@ def hadamard(device: torch.device, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def _dequantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """fp8 [n, d] times one float32 scale for every 128 values [n, d / 128] -> float32 [n, d]."""
-    blocks = values.float().view(values.shape[0], -1, QUANT_BLOCK)
-    return (blocks * scales.unsqueeze(-1)).view(values.shape)
+    """fp8 (uint8 [n, d]) times one float32 scale for every 128 values [n, d / 128] -> float32 [n, d]."""
+    blocks = _float(values).view(values.shape[0], -1, QUANT_BLOCK)
+    return blocks.mul_(scales.unsqueeze(-1)).view(values.shape)
+
+
+def _float(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of e4m3 values as float32, ten times as fast on a CPU as torch's own conversion: shifted, they
+    are halves of the same value but for a factor of 256. NaN alone is not."""
+    bits = values.to(torch.int16)
+    magnitude = bits & 0x7F
+    if (magnitude == 0x7F).any():
+        return values.view(torch.float8_e4m3fn).float()
+    return ((bits & 0x80) << 8 | magnitude << 7).view(torch.float16).float().mul_(256.0)
 
 
 def _split(kv_caches: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -50,6 +50,34 @@ class Interleavings(RuleBasedStateMachine):
         self.memory.pop(handoff.slot, None)
         self.handoffs.append(handoff)
 
+    def admitted(self, ahead: bool) -> Handoff | None:
+        before = len(self.handoffs)
+        self.reserve(ahead)
+        if len(self.handoffs) == before:
+            return None
+        handoff = self.handoffs[-1]
+        self.slots.admit(handoff.rid, handoff.generation)
+        return handoff
+
+    @rule(ahead=st.booleans(), attached=st.booleans())
+    def a_whole_handoff(self, ahead: bool, attached: bool) -> None:
+        """The ordinary course, so that what comes after it is reached often."""
+        if handoff := self.admitted(ahead):
+            self.memory[handoff.slot] = handoff.rid
+            assert self.slots.writer_done(handoff)
+            self.slots.converted(handoff, handoff.rid)
+            if attached:
+                self.slots.attach(handoff.rid, 20)
+
+    @rule(ahead=st.booleans(), attached=st.booleans())
+    def half_a_handoff(self, ahead: bool, attached: bool) -> None:
+        if handoff := self.admitted(ahead):
+            self.writers.append((handoff, self.now + LIMITS.transfer + LIMITS.grace))
+            assert self.slots.check_begins(handoff)
+            self.slots.arrive(handoff, 64)
+            if attached:
+                self.slots.attach(handoff.rid, 20)
+
     @precondition(lambda self: self.handoffs)
     @rule(data=st.data())
     def reuse_of_a_rid(self, data: st.DataObject) -> None:
