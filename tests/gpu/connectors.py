@@ -24,7 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from gpu.nodes import Ended
 from vllm_tilert.connector.connector import TileRTConnector
 
-PAGE, ROW, KV, INDEX_PAGE, KEYS = 64, 656, 528, 8448, 8192
+CACHE_DTYPE = os.environ.get("CACHE_DTYPE", "fp8_ds_mla")
+PAGE, INDEX_PAGE, KEYS = 64, 8448, 8192
+ROW, KV = (656, 528) if CACHE_DTYPE == "fp8_ds_mla" else (1152, 1024)
 
 TIMES: dict[str, list[float]] = {}
 """Milliseconds each hook kept the forward thread, in steps that had to do with a claimed request."""

@@ -70,7 +70,7 @@ async def our_node(a: argparse.Namespace, device: torch.device) -> None:
     from vllm_tilert.transports import make_transport
 
     profile = get_profile(a.model)
-    layout = profile.layout_from_config(config_of(a.model), "fp8_ds_mla")
+    layout = profile.layout_from_config(config_of(a.model), os.environ.get("CACHE_DTYPE", "fp8_ds_mla"))
     transport = make_transport(a.transport, a.protocol)
     transport.init(HOST)
 

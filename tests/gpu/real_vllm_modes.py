@@ -6,6 +6,7 @@ MODE
   ranks     tensor parallel 2, on two GPUs: the cache is the same on both ranks, one of them sends, and both let
             go of the blocks
   graphs    torch.compile and CUDA graphs; claimed prompts are prefilled beside requests that decode
+  bf16      a bfloat16 cache instead of fp8_ds_mla
   pressure  a claimed prompt is preempted, more than once, and resumed; another is aborted half way
 MODELS is what `make_models` writes; MODEL is dsv32 (default) or glm5.
 """
@@ -137,6 +138,12 @@ def ranks(run: Run) -> None:
     result(mode=run.mode, blocks_free_again=run.blocks_return(free))
 
 
+def lengths(run: Run) -> None:
+    run.hand_off(100)
+    run.hand_off(1000, 64)
+    run.hand_off(4097, 65)
+
+
 def graphs(run: Run) -> None:
     config = run.llm.llm_engine.vllm_config.compilation_config
     result(mode=run.mode, cudagraph_mode=str(config.cudagraph_mode), compile_mode=str(config.mode))
@@ -185,6 +192,7 @@ def pressure(run: Run) -> None:
 
 MODES: dict[str, tuple[Any, dict[str, Any]]] = {
     "ranks": (ranks, {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}),
+    "bf16": (lengths, {"kv_cache_dtype": "bfloat16"}),
     "graphs": (graphs, {"enforce_eager": False, "max_cudagraph_capture_size": 16}),
     "pressure": (
         pressure,
@@ -201,6 +209,8 @@ MODES: dict[str, tuple[Any, dict[str, Any]]] = {
 def main() -> None:
     models, folder, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     work, settings = MODES[mode]
+    if mode == "bf16":
+        os.environ["CACHE_DTYPE"] = "bfloat16"
     run = Run(models, folder / mode, mode, sys.argv[4] if len(sys.argv) > 4 else "dsv32", **settings)
     try:
         work(run)
