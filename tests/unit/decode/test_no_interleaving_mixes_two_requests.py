@@ -225,6 +225,11 @@ class Interleavings(RuleBasedStateMachine):
                 assert handoff.shown is not SlotState.FREE
 
     @invariant()
+    def nothing_is_kept_of_what_is_over(self) -> None:
+        for handoff in self.handoffs:
+            assert not (handoff.over and (handoff.state or handoff.expires or handoff.state_deadline))
+
+    @invariant()
     def the_engine_is_one_requests(self) -> None:
         assert self.slots.engine is self.engine
         assert sum(Hold.ENGINE in h.holds for h in self.handoffs) <= 1
@@ -272,6 +277,17 @@ def test_a_vanished_writers_slot_is_kept_until_it_can_write_no_more() -> None:
     now = 90.0
     slots.expire()
     assert slots.reserve(new_rid()).generation == handoff.generation + 1
+
+
+def test_state_that_comes_after_the_end_is_let_go() -> None:
+    slots = Slots(1, lambda: 0.0)
+    handoff = slots.reserve(new_rid())
+    slots.admit(handoff.rid, handoff.generation)
+    assert slots.writer_done(handoff)
+    slots.end(handoff, ErrorCode.CANCELLED)
+    assert not slots.idle  # what is converted is read from the slot
+    slots.converted(handoff, "state")
+    assert (handoff.state, handoff.ready, slots.idle) == (None, False, True)
 
 
 def test_draining_refuses_new_reservations_and_keeps_the_old() -> None:

@@ -171,7 +171,7 @@ class EarlyLanding(RuleBasedStateMachine):
 
     def say(self, sender: Sender) -> None:
         """Of the next segment that it is written."""
-        sums = sender.sums()
+        sums, over, work = sender.sums(), sender.handoff.over, len(self.on_convert.work)
         if sender.said < len(SEGMENTS) - 1:
             say = self.node.accept_segment(sender.handoff, SEGMENTS[sender.said], sums[sender.said])
         else:
@@ -180,6 +180,7 @@ class EarlyLanding(RuleBasedStateMachine):
         sender.said += 1
         sender.saying = self.loop.create_task(say)
         self.settle()
+        assert not over or len(self.on_convert.work) == work, "it looks at a slot that may be another's"
 
     def call(self, handoff: Handoff) -> None:
         call = Decode(7, 1, Sampling())
