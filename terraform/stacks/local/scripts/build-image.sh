@@ -39,8 +39,11 @@ esac
 finish=$(
   cat <<'SH'
 set -eu
-systemctl --root="$1" disable nginx.service prometheus-node-exporter.service ssh.service nftables.service 2>/dev/null || true
-systemctl --root="$1" mask apt-daily.timer apt-daily-upgrade.timer systemd-networkd-wait-online.service getty.target console-getty.service 2>/dev/null
+# By the tree's own systemctl: the machine that builds may have none.
+root=${1:-/}
+off() { chroot "$root" systemctl --quiet "$@"; }
+off disable nginx.service prometheus-node-exporter.service ssh.service nftables.service
+off mask apt-daily.timer apt-daily-upgrade.timer systemd-networkd-wait-online.service getty.target console-getty.service
 # Each host makes its own identity at its first boot.
 : >"$1/etc/machine-id"
 rm -rf "$1"/etc/ssh/ssh_host_* "$1"/var/cache/apt/archives/*.deb "$1"/var/log/*.log
