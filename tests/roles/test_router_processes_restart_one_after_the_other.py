@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from roles.test_units_say_what_was_meant import GPU, HOSTS, PLAYBOOK, ROOT, argv, render, rendering
+from tilert_router.config import parse
 
 pytestmark = [
     pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here"),
@@ -216,8 +217,14 @@ def test_only_processes_that_have_changed_restart(host: Host) -> None:
     assert "changed=0" in host.said  # type: ignore[attr-defined]
     # More processes: the one that serves goes on.
     assert run() == ["restart tilert-router-2.service"]
-    written = yaml.safe_load((host.folder / "etc/router-2.yaml").read_text())
-    assert written["listen"]["port"] == host.ports[1]
+    first, second = (parse((host.folder / f"etc/router{suffix}.yaml").read_text()) for suffix in ("", "-2"))
+    assert [first.listen.port, second.listen.port] == host.ports
+    assert first.admin
+    assert second.admin
+    assert second.admin.port - first.admin.port == host.ports[1] - host.ports[0]
+    # The ports apart, they are one router twice over.
+    ports = {"listen": first.listen, "admin": first.admin}
+    assert second.model_copy(update=ports) == first
     unit = host.folder / "units/tilert-router-2.service"
     assert argv(unit)[1:] == ["serve", str(host.folder / "etc/router-2.yaml")]
     # Another node: all of them read it, none restarts.

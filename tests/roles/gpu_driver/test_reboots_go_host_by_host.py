@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,8 @@ def test_turns_follow_the_inventory(tmp_path: Path, reboot: bool, turns: set[str
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # That a host was put into its group is no change of it.
+    assert re.search(r"^n1 .*changed=0 ", done.stdout, re.M), done.stdout
     lines = (tmp_path / "calls").read_text().splitlines()
     assert {" ".join(sorted(line.split())) for line in lines} == turns
     assert len(lines) == 3
