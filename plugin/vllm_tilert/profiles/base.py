@@ -7,7 +7,6 @@ ends derive the same `Layout`, and the handoff is refused when they do not.
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,14 +201,6 @@ def check_slot(slot: torch.Tensor, layout: Layout, segments: Sequence[int]) -> i
     if slot.numel() < layout.segment_bytes(seq_len):
         raise ValueError(f"slot of {slot.numel()} bytes cannot hold {layout.segment_bytes(seq_len)}")
     return seq_len
-
-
-def fresh(nbytes: int) -> torch.Tensor:
-    """New zeroed memory on the CPU, uint8 [nbytes], in huge pages where the kernel gives them: a page fault every
-    4 KiB costs more than converting what goes there."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def config_int(config: Mapping[str, Any], field: str, remedy: str) -> int:

@@ -192,9 +192,11 @@ class EarlyLanding(RuleBasedStateMachine):
         wrong=st.sampled_from([None, None, None, None, 0, 1, 2]),
         segments=st.integers(0, len(SEGMENTS)),
         attached=st.booleans(),
+        keeps_up=st.booleans(),
     )
-    def a_prompt_comes(self, wrong: int | None, segments: int, attached: bool) -> None:
-        """With so many segments at once: the ordinary course, so that what comes after it is reached often."""
+    def a_prompt_comes(self, wrong: int | None, segments: int, attached: bool, keeps_up: bool) -> None:
+        """With so many segments, and an engine's thread that keeps up or not: the ordinary course, so that what
+        comes after it is reached often."""
         try:
             handoff = self.node.slots.reserve(new_rid(), 60, ahead=True)
         except Refused:
@@ -210,6 +212,8 @@ class EarlyLanding(RuleBasedStateMachine):
             self.say(sender)
             while not sender.heard and self.on_convert.work:
                 self.the_convert_thread_works()
+            while keeps_up and self.on_engine.work:
+                self.the_engine_works()
             if handoff.over:
                 return
 
@@ -314,4 +318,4 @@ class EarlyLanding(RuleBasedStateMachine):
 
 
 TestEarlyLanding = EarlyLanding.TestCase
-TestEarlyLanding.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEarlyLanding.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
