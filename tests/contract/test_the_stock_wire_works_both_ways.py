@@ -116,7 +116,7 @@ def server(prefilled: Prefilled) -> Iterator[Any]:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     server = ReceiveServer(
-        prefilled.stock, prefilled.limit, port, HOST, device="cpu", request_timeout=5.0, transport="mooncake"
+        prefilled.stock, prefilled.limit, port, HOST, device="cpu", request_timeout=30.0, transport="mooncake"
     )
     server.port = port
     yield server
