@@ -129,6 +129,19 @@ class Cluster:
         """The decode host that has a slot for `rid`, if any."""
         return self.holders(rid)[0]
 
+    @contextmanager
+    def slowed(self, *hosts: str) -> Iterator[None]:
+        """Let decode nodes run a sixth of the time: their streams then last as long as a playbook takes."""
+        pid = "$(systemctl show -p MainPID --value tilert-decode.service)"
+        beat = f"pid={pid}; while kill -STOP $pid; do sleep 0.15; kill -CONT $pid; sleep 0.03; done"
+        for host in hosts:
+            self.run(host, f"systemd-run --quiet --collect --unit=slowed sh -c {shlex.quote(beat)}")
+        try:
+            yield
+        finally:
+            for host in hosts:
+                self.run(host, f"systemctl stop slowed.service; kill -CONT {pid}", check=False)
+
     def wait_idle(self, host: str, timeout: float = 60) -> None:
         """Wait until a decode node says that it holds nothing."""
         until(f"{host} is idle", lambda: self.status(host)["status"] == "idle", timeout, pause=0.3)

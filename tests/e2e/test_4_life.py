@@ -23,6 +23,7 @@ TOKENS = 24
 # A client's pause between two requests. Without one the load takes both cores of a small machine, and what
 # is tested, playbooks that work beside it, takes an hour.
 PAUSE_S = 0.5
+LONG = 1900  # tokens, nearly the window
 PROMPTS = ("continue this", "a second one", "and then a third that is a little longer than the others")
 # The comparison of an upgrade, short enough for a few minutes on two cores.
 SHORT = '{"check_prompts": [17, 200], "check_max_tokens": 32}'
@@ -125,6 +126,11 @@ class Releases:
     def post(self, number: int) -> str:
         """The version of the nth release after the one that was there."""
         return f"{self.version}.post{number}"
+
+    def again(self, number: int) -> None:
+        """Put the nth release, made before, in place of what is there."""
+        (wheel,) = (self.folder / f"source-{self.post(number)}" / "out").glob("*.whl")
+        self.put(wheel)
 
     def make(self, number: int, change: tuple[str, str, str] | None = None) -> str:
         """Build and put the nth release: this source with its version and, if given, (file, old, new)."""
@@ -242,8 +248,11 @@ def test_a_release_that_decodes_wrongly_meets_no_client_and_is_put_back(
         2,
         ("plugin/vllm_tilert/decode/engines/reference.py", wrong, ".reshape(state.seq_len, -1)"),
     )
-    with load(cluster):
-        done = play("upgrade.yml", "-e", SHORT, check=False)
+    try:
+        with load(cluster):
+            done = play("upgrade.yml", "-e", SHORT, check=False)
+    finally:
+        releases.again(1)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
     assert "DIFFERENT at token" in said
@@ -278,28 +287,29 @@ def test_a_release_that_does_not_start_is_put_back(cluster: Cluster, releases: R
 
 def test_a_drain_lets_the_running_stream_end_and_takes_nothing_new(cluster: Cluster) -> None:
     expected = cluster.own("for the other node", TOKENS)
-    with cluster.streaming("a long one", 900) as a:
+    with cluster.streaming("a long one", LONG) as a:
         until("the stream runs", lambda: len(a.token_ids) > 3, 60)
         busy = cluster.holder(a.rid)
         assert busy
-        # It gives up in time, says why, and goes on draining.
-        short = play("drain.yml", "-l", busy, "-e", "drain_timeout_s=2", check=False)
-        assert short.returncode != 0
-        assert "still holds a request after 2 s" in " ".join(short.stdout.split())
-        assert cluster.status(busy)["draining"]
-        for _ in range(2):
-            with cluster.streaming("for the other node", TOKENS) as b:
-                until("served elsewhere", lambda: b.ended, 60)
-            assert b.token_ids == expected
-        assert not a.ended, "the stream must still be running here; give it more tokens"
-        play("drain.yml", "-l", busy)
-        until("the stream ends", lambda: a.ended, 5)
-    assert a.error is None
-    assert a.done
-    assert len(a.token_ids) == 900
-    assert cluster.status(busy)["status"] == "idle"
-    assert states(cluster)[busy] == "DRAINING"
-    play("undrain.yml", "-l", f"{busy},router")
+        try:
+            with cluster.slowed(busy):
+                # It gives up in time, says why, and goes on draining.
+                short = play("drain.yml", "-l", busy, "-e", "drain_timeout_s=2", check=False)
+                assert short.returncode != 0
+                assert "still holds a request after 2 s" in " ".join(short.stdout.split())
+                assert cluster.status(busy)["draining"]
+                for _ in range(2):
+                    with cluster.streaming("for the other node", TOKENS) as b:
+                        until("served elsewhere", lambda: b.ended, 60)
+                    assert b.token_ids == expected
+                assert not a.ended, "the stream must still be running here"
+            play("drain.yml", "-l", busy)
+            until("the stream ends", lambda: a.ended, 5)
+            assert (a.error, a.done, len(a.token_ids)) == (None, True, LONG)
+            assert cluster.status(busy)["status"] == "idle"
+            assert states(cluster)[busy] == "DRAINING"
+        finally:
+            play("undrain.yml", "-l", f"{busy},router")
     all_serve(cluster)
 
 
@@ -326,14 +336,43 @@ def two_routers(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def test_routers_restart_one_after_the_other_under_load(two_routers: Cluster) -> None:
-    cluster = two_routers
-    command = "systemctl show -p ExecMainStartTimestampMonotonic --value tilert-router.service"
-    before = {host: cluster.run(host, command) for host in cluster.hosts("router")}
-    assert len(before) == 2
-    with load(cluster), cluster.streaming("across both restarts", 900) as a:
+    processes = [(host, "tilert-router") for host in two_routers.hosts("router")]
+    assert len(processes) == 2
+    _restart_under_load(two_routers, processes)
+
+
+@pytest.fixture
+def two_processes(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with a second router process on its router host."""
+    play("site.yml", "-e", "pd_router_processes=2")
+    yield cluster
+    play("site.yml")
+    (host,) = cluster.hosts("router")
+    assert cluster.run(host, "systemctl is-active tilert-router-2", check=False).strip() == "inactive"
+
+
+def test_router_processes_of_a_host_restart_one_after_the_other_under_load(two_processes: Cluster) -> None:
+    (host,) = two_processes.hosts("router")
+    processes = [(host, "tilert-router"), (host, "tilert-router-2")]
+    _restart_under_load(two_processes, processes, "-e", "pd_router_processes=2")
+
+
+def _restart_under_load(cluster: Cluster, processes: list[tuple[str, str]], *arguments: str) -> None:
+    """Restart all router processes while clients ask and one stream outlasts it: nobody notices."""
+
+    def starts() -> list[str]:
+        command = "systemctl show -p ExecMainStartTimestampMonotonic --value"
+        return [cluster.run(host, f"{command} {unit}").strip() for host, unit in processes]
+
+    before = starts()
+    with load(cluster), cluster.streaming("across the restarts", LONG) as a:
         until("the stream runs", lambda: len(a.token_ids) > 3, 60)
-        play("restart_routers.yml")
+        holder = cluster.holder(a.rid)
+        assert holder
+        with cluster.slowed(holder):
+            play("restart_routers.yml", *arguments)
         until("the stream ends", lambda: a.ended, 60)
-    assert (a.error, a.done, len(a.token_ids)) == (None, True, 900)
-    assert all(cluster.run(host, command) != start for host, start in before.items())
-    assert " down;" not in cluster.run(cluster.hosts("router")[0], "cat /etc/nginx/nginx.conf")
+    assert (a.error, a.done, len(a.token_ids)) == (None, True, LONG)
+    assert all(now not in ("", "0", then) for now, then in zip(starts(), before, strict=True))
+    for host in cluster.hosts("router"):
+        assert " down;" not in cluster.run(host, "cat /etc/nginx/nginx.conf")

@@ -21,6 +21,7 @@ class PacedEngine:
 
     def __init__(self) -> None:
         self.token_s = 0.0
+        self.ended = 0  # decodes
         self.last_stats: dict[str, Any] = {}
 
     def inject(self, request: Any) -> None:
@@ -38,15 +39,16 @@ class PacedEngine:
         cancel_event: threading.Event | None = None,
     ) -> list[int]:
         made: list[int] = []
+        self.last_stats = {"finish_reason": "length"}
         for i in range(max_tokens):
             if cancel_event is not None and cancel_event.is_set():
                 self.last_stats = {"finish_reason": "cancelled"}
-                return made
+                break
             made.append(first_token_id if not i else 66 + (i - 1) % 20)
             if on_token:
                 on_token(made[-1])
             time.sleep(self.token_s)
-        self.last_stats = {"finish_reason": "length"}
+        self.ended += 1
         return made
 
 
