@@ -1,4 +1,4 @@
-"""teardown.yml, run for real, stops before any host unless the pool is named: for an inventory folder and for a file in it."""
+"""teardown.yml, run for real, stops before any host unless the pool is named, by its folder or a file in it."""
 
 from __future__ import annotations
 
