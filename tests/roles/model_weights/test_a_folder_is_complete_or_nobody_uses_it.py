@@ -550,7 +550,7 @@ def test_a_conversion_that_is_cut_leaves_nothing_that_looks_done(conversion: Con
     ("behave", "words"),
     [
         ("fails", "ended with 1"),
-        ("ends early", "wrote no index"),
+        ("ends early", "wrote no model.safetensors.index.json"),
         ("cuts", "it is cut"),
         ("forgets", "names 1 files that are not there"),
     ],
