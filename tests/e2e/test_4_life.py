@@ -341,10 +341,13 @@ def test_routers_restart_one_after_the_other_under_load(two_routers: Cluster) ->
     _restart_under_load(two_routers, processes)
 
 
+TWO = '{"pd_router_processes": 2}'
+
+
 @pytest.fixture
 def two_processes(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with a second router process on its router host."""
-    play("site.yml", "-e", "pd_router_processes=2")
+    play("site.yml", "-e", TWO)
     yield cluster
     play("site.yml")
     (host,) = cluster.hosts("router")
@@ -354,7 +357,7 @@ def two_processes(cluster: Cluster) -> Iterator[Cluster]:
 def test_router_processes_of_a_host_restart_one_after_the_other_under_load(two_processes: Cluster) -> None:
     (host,) = two_processes.hosts("router")
     processes = [(host, "tilert-router"), (host, "tilert-router-2")]
-    _restart_under_load(two_processes, processes, "-e", "pd_router_processes=2")
+    _restart_under_load(two_processes, processes, "-e", TWO)
 
 
 def _restart_under_load(cluster: Cluster, processes: list[tuple[str, str]], *arguments: str) -> None:
