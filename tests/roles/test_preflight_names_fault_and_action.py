@@ -235,3 +235,22 @@ def test_an_ordinary_host_passes_the_intensive_suite_with_a_measured_path(tmp_pa
     assert "d1" in found[501]["found"]
     stopping = {r["number"] for r in found.values() if r["status"] == "fail" and r["severity"] != "minor"}
     assert (done.returncode == 0) == (not stopping)
+
+
+@pytest.mark.parametrize("given", ["rack-7", "rack-7/hosts.yml"])
+def test_the_report_is_named_after_the_pool_where_localhost_is_in_no_inventory(
+    tmp_path: Path, given: str
+) -> None:
+    (tmp_path / "rack-7").mkdir()
+    (tmp_path / "rack-7/hosts.yml").write_text("all: {children: {tilert: {}}}\n")
+    done = subprocess.run(
+        [str(PLAYBOOK), "-i", str(tmp_path / given), "preflight.yml", "--check"],
+        cwd=ROOT / "ansible",
+        env=os.environ | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    report = ROOT / ".local/preflight/rack-7.json"
+    assert json.loads(report.read_text())["hosts"] == {}
+    report.unlink()
