@@ -66,7 +66,7 @@ class Host:
         self.program("bin/systemctl", text.replace("{more}", more))
 
     def serve(self) -> Iterator[None]:
-        """The routers' HTTP on two free ports."""
+        """The routers' HTTP on two free ports, the lower one the first's: a pool's port step is never negative."""
         host = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -84,6 +84,7 @@ class Host:
                 self.end_headers()
 
         servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+        servers.sort(key=lambda server: server.server_port)
         self.ports = [server.server_port for server in servers]
         for server in servers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
