@@ -9,12 +9,13 @@ set -eu
 action=$1 venv=$2 dir=$3
 shift 3
 
-keep() { # keep DIR FILE...
+keep() { # keep DIR FILE...: DIR is there whole or not at all
   to=$1; shift
-  rm -rf "$to"
-  mkdir -m 0700 "$to"
-  [ ! -e "$venv/.stamp" ] || cp -p "$venv/.stamp" "$to/stamp"
-  for file; do [ ! -e "$file" ] || cp -p "$file" "$to/"; done
+  rm -rf "$to" "$to.part"
+  mkdir -m 0700 "$to.part"
+  [ ! -e "$venv/.stamp" ] || cp -p "$venv/.stamp" "$to.part/stamp"
+  for file; do [ ! -e "$file" ] || cp -p "$file" "$to.part/"; done
+  mv "$to.part" "$to"
 }
 
 differs() { # differs DIR FILE...: whether the service now runs with something else

@@ -164,9 +164,9 @@ def play(name: str, *arguments: str, check: bool = True) -> subprocess.Completed
     return shell(f"playbook {name} " + " ".join(f"'{a}'" for a in arguments), timeout=1200, check=check)
 
 
-def version(cluster: Cluster, host: str) -> str:
-    """What the decode node's environment has installed."""
-    return cluster.run(host, "/opt/tilert/decode/bin/tilertctl --version").split()[-1]
+def version(cluster: Cluster, host: str, kind: str = "decode") -> str:
+    """What the node's environment (decode, prefill) has installed."""
+    return cluster.run(host, f"/opt/tilert/{kind}/bin/tilertctl --version").split()[-1]
 
 
 def started(cluster: Cluster, host: str) -> str:
@@ -328,6 +328,34 @@ def test_a_teardown_has_to_name_the_pool(cluster: Cluster) -> None:
 
 
 @pytest.fixture
+def two_prefills(cluster: Cluster, releases: Releases) -> Iterator[Cluster]:
+    """The cluster with a second prefill host; a release made meanwhile is gone afterwards."""
+    shell("export TF_VAR_prefill_count=2; cluster_apply; cluster_deploy", timeout=1200)
+    yield Cluster()
+    releases.again(1)
+    shell("cluster_apply; cluster_deploy", timeout=1200)
+
+
+def test_prefill_hosts_are_upgraded_and_rolled_back_under_load(
+    two_prefills: Cluster, releases: Releases
+) -> None:
+    first, second = two_prefills.hosts("prefill")
+
+    def versions() -> list[str]:
+        return [version(two_prefills, host, "prefill") for host in (first, second)]
+
+    before = versions()
+    better = releases.make(3)
+    with load(two_prefills):
+        play("upgrade_prefill.yml", "-e", SHORT)
+    assert versions() == [better, better] != before
+    with load(two_prefills):
+        play("rollback_prefill.yml", "-l", first, "-e", SHORT)
+    assert versions() == [before[0], better]
+    all_serve(two_prefills)
+
+
+@pytest.fixture
 def two_routers(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster with a second router host."""
     shell("export TF_VAR_router_count=2; cluster_apply; cluster_deploy", timeout=1200)
@@ -379,3 +407,27 @@ def _restart_under_load(cluster: Cluster, processes: list[tuple[str, str]], *arg
     assert all(now not in ("", "0", then) for now, then in zip(starts(), before, strict=True))
     for host in cluster.hosts("router"):
         assert " down;" not in cluster.run(host, "cat /etc/nginx/nginx.conf")
+
+
+def test_a_pool_that_was_torn_down_leaves_nothing_and_is_deployed_again(cluster: Cluster) -> None:
+    look = (
+        "ls -d /opt/tilert /etc/tilert /usr/local/lib/tilert /var/lib/tilert/* /var/cache/tilert/* "
+        "/etc/nginx/nginx.conf 2>/dev/null; "
+        "systemctl list-units --all --plain --no-legend 'tilert*' 'vllm*' | grep ' loaded '; "
+        "nft list tables | grep tilert; ps -eo args | grep -E '^(/opt/tilert|nginx)'"
+    )
+
+    def left() -> dict[str, str]:
+        return {host: cluster.run(host, look, check=False) for host in cluster.nodes}
+
+    for there in left().values():  # this look sees what a pool that serves has
+        assert all(word in there for word in ("/etc/tilert", "loaded", "table inet tilert", "/opt/tilert/"))
+    play("teardown.yml", "-e", "teardown=local")
+    assert left() == dict.fromkeys(cluster.nodes, "")
+    with pytest.raises(httpx.TransportError):
+        httpx.get(cluster.url, timeout=5)
+    # What it needs no more does not keep it from coming back.
+    cluster.deploy()
+    all_serve(cluster)
+    with load(cluster):
+        time.sleep(20)

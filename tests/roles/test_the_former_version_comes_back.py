@@ -101,6 +101,23 @@ def test_an_upgrade_that_was_cut_off_still_has_its_way_back(service: Service) ->
     assert service.runs() == ("1", "unit 1", False)
 
 
+def test_a_copy_that_was_cut_off_is_not_taken_for_a_version(service: Service, tmp_path: Path) -> None:
+    # The stamp is copied, and then the disk is full: the unit is not.
+    part = service.kept.with_name("decode.version.new.part")
+    failing = tmp_path / "bin"
+    failing.mkdir()
+    (failing / "cp").write_text('#!/bin/sh\ncase "$2" in *.service) exit 1 ;; esac\nexec /bin/cp "$@"\n')
+    (failing / "cp").chmod(0o755)
+    command = ["sh", SCRIPT, "keep", service.venv, service.kept, service.unit, service.fabric]
+    done = subprocess.run(command, env={"PATH": f"{failing}:/usr/bin:/bin"}, capture_output=True)
+    assert done.returncode != 0
+    assert part.exists()
+    service("keep")
+    service.upgrade("2")
+    assert service("undo") == "changed"
+    assert service.runs() == ("1", "unit 1", False)
+
+
 @pytest.mark.parametrize(
     ("action", "words"), [("swap", "no upgrade has left"), ("undo", "nothing was kept"), ("go", "usage")]
 )

@@ -1,4 +1,4 @@
-"""The order of an upgrade, and what a failure leaves, with systemd, HTTP and the comparison played.
+"""The order of an upgrade and of a rollback, and what a failure leaves, with systemd, HTTP and the comparison played.
 
 The same playbook runs against real nodes under load in tests/e2e; here it takes no container.
 """
@@ -74,6 +74,7 @@ class Pool:
         self.playbook, self.kind = "upgrade.yml", "decode"
         self.running: list[int] = []
         """Requests that a prefill host computes, look by look; none after the last."""
+        self.environment: dict[str, str] = {}
         self.dead: set[str] = set()
         """Prefill hosts that do not answer."""
 
@@ -197,13 +198,15 @@ class Pool:
             "ANSIBLE_NOCOLOR": "1",
             "LC_ALL": "C.UTF-8",
         }
-        command = [
-            str(PLAYBOOK),
-            "-i",
-            str(self.folder / "hosts.yml"),
-            str(ROOT / "ansible" / self.playbook),
-            *arguments,
-        ]
+        self.environment = environment
+        return self.run(self.playbook, *arguments)
+
+    def run(self, playbook: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a playbook on the hosts that an upgrade has made; `calls` are those of this run."""
+        self.calls_file.write_text("")
+        hosts = self.folder / "hosts.yml"
+        command = [str(PLAYBOOK), "-i", str(hosts), str(ROOT / "ansible" / playbook), *arguments]
+        environment = self.environment
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
 
     @property
@@ -281,6 +284,19 @@ def test_a_node_whose_former_version_is_wrong_too_stays_out_of_service(pool: Poo
     assert pool.runs("d2") == ("old", "unit old")
 
 
+SWITCH = "systemctl daemon-reload", "systemctl restart {0}", "check", "compare old", CHECK_ENDS
+
+
+def test_a_rollback_of_a_node_is_a_switch_that_is_compared(pool: Pool) -> None:
+    assert pool.upgrade().returncode == 0
+    done = pool.run("rollback.yml", "-l", "d1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    switch = [call.format(UNITS["decode"]) for call in SWITCH]
+    assert pool.calls == [call.format("d1") for call in [*ONE_NODE[:3], *switch, *BACK]]
+    assert (pool.runs("d1"), pool.runs("d2")) == (("old", "unit old"), ("new", "unit new"))
+    assert pool.known == ["d1", "d2"]
+
+
 @pytest.fixture
 def prefill(pool: Pool) -> Pool:
     pool.playbook, pool.kind = "upgrade_prefill.yml", "prefill"
@@ -338,4 +354,44 @@ def test_a_prefill_host_that_is_down_does_not_count_as_the_other(prefill: Pool) 
     done = prefill.upgrade()
     assert done.returncode != 0
     assert "p1 is the only prefill host that answers" in " ".join(done.stdout.split())
+    assert prefill.calls == []
+
+
+def test_a_rollback_of_a_prefill_host_waits_until_it_is_idle(prefill: Pool) -> None:
+    assert prefill.upgrade().returncode == 0
+    prefill.running = [1]
+    done = prefill.run("rollback_prefill.yml", "-l", "p1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    idle = ["1 run, routers know p2", *["0 run, routers know p2"] * 3]
+    assert prefill.calls == [RELOAD, *idle, *[call.format(UNITS["prefill"]) for call in SWITCH], RELOAD]
+    assert (prefill.runs("p1"), prefill.runs("p2")) == (("old", "unit old"), ("new", "unit new"))
+    assert prefill.knows("prefill") == ["p1", "p2"]
+
+
+def test_a_prefill_host_that_stays_busy_is_not_rolled_back(prefill: Pool) -> None:
+    assert prefill.upgrade().returncode == 0
+    prefill.running = [3] * 99
+    done = prefill.run("rollback_prefill.yml", "-l", "p1", "-e", "drain_timeout_s=4")
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "p1 is in service as before. p1 still computes requests after 4 s (3 requests" in said
+    assert prefill.runs("p1") == ("new", "unit new")
+    assert prefill.knows("prefill") == ["p1", "p2"]
+
+
+def test_a_rollback_that_decodes_wrongly_leaves_the_host_out(prefill: Pool) -> None:
+    assert prefill.upgrade(compare='[ "$version" = new ] || { echo DIFFERENT; exit 1; }').returncode == 0
+    done = prefill.run("rollback_prefill.yml", "-l", "p1")
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "rollback_prefill.yml -l p1 again goes forward" in said
+    assert prefill.knows("prefill") == ["p2"]
+    assert prefill.runs("p2") == ("new", "unit new")
+
+
+def test_without_a_former_version_nothing_is_taken_out(prefill: Pool) -> None:
+    assert prefill.upgrade(compare="echo DIFFERENT; exit 1").returncode != 0
+    done = prefill.run("rollback_prefill.yml", "-l", "p2")
+    assert done.returncode != 0
+    assert "p2: no upgrade has left a former version" in " ".join(done.stdout.split())
     assert prefill.calls == []
