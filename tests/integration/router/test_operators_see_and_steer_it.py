@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -213,6 +214,12 @@ async def test_each_answer_has_a_line_with_its_handoff_and_the_clients_id(up: Up
     assert (line["pool"], line["node"]) == ("tilert", bench.config()["decode"][0]["name"])
     assert 0 <= line["queued_s"] <= line["seconds"]
     assert (line["prompt_tokens"], line["completion_tokens"]) == (7, 5)
+    # docs/router.md names each field.
+    section = (ROOT / "docs/router.md").read_text().split("## What it logs")[1].split("\n## ")[0]
+    named = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.M) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert named == set(line) - {"time", "level", "logger", "event"}
 
 
 async def test_native_answers_have_their_line_too(up: Up, tmp_path: Path) -> None:
