@@ -22,7 +22,7 @@ from tilert_router.metrics import Metrics
 from tilert_router.output import Output, StreamDetokenizer
 from tilert_router.parsing import AnswerParser, Parsing
 from tilert_router.prefill import Prefilled, PrefillFailed, PrefillPool
-from tilert_router.queue import QueueFull, Ticket
+from tilert_router.queue import EXPECTED_TOKENS, QueueFull, Ticket
 from tilert_router.request import Request
 from tilert_router.tracing import Trace
 from vllm_tilert.wire.api import ErrorCode
@@ -38,8 +38,6 @@ _STATUS: Final = {
     decode.UNREACHABLE: 503,
 }
 _LONGEST_RETRY_S: Final = 300.0
-_EXPECTED_TOKENS: Final = 512
-"""Cost of a request that says no length, for fairness between keys."""
 
 
 def node_answer(error: NodeError) -> ApiError:
@@ -195,7 +193,7 @@ class Generator:
         ticket = Ticket(
             key=key,
             priority=priority,
-            cost=request.max_tokens or _EXPECTED_TOKENS,
+            cost=request.max_tokens or EXPECTED_TOKENS,
             deadline=queued + wait_s,
             future=self._loop.create_future(),
         )
@@ -282,7 +280,6 @@ class Generator:
         if prefilled.ended or budget == 1:
             lease.abandon("the first token is the whole answer")
             return Generation(request, prefilled, lease, None, output, parser)
-        lease.remaining = budget
         leg = {
             "rid": lease.rid,
             "first_token_id": prefilled.first_token_id,
@@ -292,8 +289,7 @@ class Generator:
         }
         with trace.phase("handoff", rid=lease.rid, node=node.name):
             stream = await self._open(lease, leg)
-        lease.opened = True
-        self._pool.kick()
+        lease.open(budget, request.max_tokens is not None)
         self._metrics.phase.labels("handoff").observe(self._loop.time() - first)
         return Generation(request, prefilled, lease, stream, output, parser)
 

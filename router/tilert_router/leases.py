@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 
 from tilert_router.decode import NodeError, Reservation
-from tilert_router.queue import FairQueue, Ticket
+from tilert_router.queue import EXPECTED_TOKENS, FairQueue, Ticket
 from vllm_tilert.wire import api
 
 log = logging.getLogger(__name__)
@@ -67,11 +67,13 @@ class Lease:
 
     node: Node
     rid: str
+    remaining: int
+    """Tokens that are still to come at most; before the decode leg is open, what the request was expected to take."""
+    limited: bool = True
+    """That bound is the request's own, and not only the rest of the context."""
     reservation: Reservation | None = None
     opened: bool = False
     """The decode leg is open: the engine is this lease's."""
-    remaining: int = 1 << 30
-    """Upper bound of the tokens still to come; what prefill-ahead chooses a node by."""
     front: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once no earlier lease of this router is on the node."""
     settling: bool = False
@@ -79,6 +81,16 @@ class Lease:
     granted: float = 0.0
     prefilled: bool = False
     """A prefill has been sent, so that state may arrive."""
+
+    @property
+    def expected(self) -> int:
+        """Tokens that are expected still to come."""
+        return self.remaining if self.limited else min(self.remaining, EXPECTED_TOKENS)
+
+    def open(self, remaining: int, limited: bool) -> None:
+        """The decode leg is open, with so many tokens to come: another request may line up behind it."""
+        self.opened, self.remaining, self.limited = True, remaining, limited
+        self.node.pool.kick()
 
     def finish(self) -> None:
         """The node said that this decode is done: it has freed the slot itself."""
@@ -148,16 +160,19 @@ class Node:
             "fault": self.fault or None,
         }
 
+    def serves(self) -> bool:
+        """Whether requests may be given to it, now or as soon as it has room."""
+        out = self.down or self.draining or self.retired
+        return self.known and not out and not any(lease.settling for lease in self.leases.values())
+
     def usable(self) -> bool:
         """Whether a reservation may be asked for at all."""
-        return (
-            self.known
-            and not self.down
-            and not self.draining
-            and not self.retired
-            and not self.asking
-            and not any(lease.settling for lease in self.leases.values())
-        )
+        return self.serves() and not self.asking
+
+    def backlog(self) -> int:
+        """Tokens that are expected before a request that comes now would be decoded."""
+        own = sum(lease.expected for lease in self.leases.values())
+        return own or (EXPECTED_TOKENS if self.busy_elsewhere else 0)
 
 
 class Pool:
@@ -278,24 +293,30 @@ class Pool:
             self._spawn(self._ask(node, ticket, ahead))
 
     def _choose(self, now: float, avoid: Iterable[str] = ()) -> tuple[Node, bool] | None:
-        """The node to ask next, and whether to ask ahead."""
-        ready = [n for n in self.nodes.values() if n.usable() and n.retry_at <= now and n.name not in avoid]
+        """The node to ask next, and whether to ask ahead.
+
+        None also where one could be asked ahead, but another is expected to be free before it: a reservation
+        is for good, and behind a long answer it would wait for all of that.
+        """
+        serving = [n for n in self.nodes.values() if n.serves() and n.name not in avoid]
+        ready = [n for n in serving if n.usable() and n.retry_at <= now]
         free = [n for n in ready if not n.leases and not n.busy_elsewhere]
         if free:
             return min(free, key=lambda n: n.last_used), False
-        behind = []
-        for node in ready:
-            if node.busy_elsewhere and not node.leases:
-                # Held by another router when last asked: ask again, ahead if that is allowed.
-                behind.append((1 << 29, node.last_used, node, self.prefill_ahead and not node.stock))
-            elif self.prefill_ahead and 0 < len(node.leases) < node.slots:
-                last = next(reversed(node.leases.values()))
-                if last.opened:
-                    behind.append((last.remaining, node.last_used, node, True))
+        behind = [n for n in ready if self._has_room(n)]
         if not behind:
             return None
-        _, _, node, ahead = min(behind, key=lambda b: b[:2])
-        return node, ahead
+        node = min(behind, key=lambda n: (n.backlog(), n.last_used))
+        if min(n.backlog() for n in serving) < node.backlog():
+            return None
+        return node, self.prefill_ahead and not node.stock
+
+    def _has_room(self, node: Node) -> bool:
+        """Whether a node that is busy may grant a reservation all the same."""
+        if not node.leases:
+            return True  # held by another router when last asked
+        last = next(reversed(node.leases.values()))
+        return self.prefill_ahead and last.opened and len(node.leases) < node.slots
 
     def _wake_at(self, now: float) -> None:
         times = [n.retry_at for n in self.nodes.values() if n.usable() and n.retry_at > now]
@@ -303,7 +324,7 @@ class Pool:
             self._timer = self._loop.call_at(min(times), self.kick)
 
     async def _ask(self, node: Node, ticket: Ticket, ahead: bool) -> None:
-        lease = Lease(node, self._mint())
+        lease = Lease(node, self._mint(), ticket.cost)
         node.last_used = self._loop.time()
         try:
             if node.stock:

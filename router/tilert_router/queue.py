@@ -17,6 +17,9 @@ from typing import Any, Final
 QUANTUM: Final = 512
 """Cost a key may spend a turn, in expected tokens."""
 
+EXPECTED_TOKENS: Final = 512
+"""What an answer is expected to take, and at any time still to take, where the request sets no limit."""
+
 _serial = itertools.count()
 
 
@@ -31,6 +34,7 @@ class Ticket:
     key: str
     priority: int
     cost: int
+    """Tokens of its answer, as far as they can be foreseen."""
     deadline: float
     """Loop time after which it no longer waits."""
     future: asyncio.Future[Any]

@@ -16,8 +16,8 @@ from tilert_router.config import ConfigError, load, parse, reference_markdown
 from tilert_router.decode import Reservation
 from tilert_router.errors import ApiError
 from tilert_router.keys import Key, Keys
-from tilert_router.leases import Bounds, Pool
-from tilert_router.queue import FairQueue, Ticket
+from tilert_router.leases import Bounds, Lease, Pool
+from tilert_router.queue import EXPECTED_TOKENS, FairQueue, Ticket
 from vllm_tilert.wire.notify import sd_notify
 
 ROOT = Path(__file__).parents[3]
@@ -85,13 +85,96 @@ async def test_the_expected_wait_is_the_observed_pace_times_those_ahead() -> Non
     for _ in range(3):
         leases = [await pool.acquire(ticket()) for _ in range(2)]
         for lease in leases:
-            lease.opened = True
+            lease.open(1, limited=True)
         await asyncio.sleep(0.1)
         for lease in leases:
             lease.finish()
     assert pool.service_s == pytest.approx(0.1, rel=0.5)
     assert pool.expected_wait_s(9) == pytest.approx(10 * pool.service_s / 2)
     await pool.close()
+
+
+class Two:
+    """A pool of two nodes, and who waits for them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.pool = Pool(FairQueue(100), Bounds())
+        self.node = Node()
+        for name in "ab":
+            self.pool.add(name, "127.0.0.1", 5556, self.node)
+
+    def ask(self, tokens: int) -> asyncio.Task[Lease]:
+        ticket = Ticket("k", 0, tokens, self.loop.time() + 10, self.loop.create_future())
+        return self.loop.create_task(self.pool.acquire(ticket))
+
+    async def open(self, lease: Lease, remaining: int, *, limited: bool = True) -> None:
+        lease.open(remaining, limited)
+        await asyncio.sleep(0.01)
+
+    async def long_and_short(self) -> tuple[Lease, Lease]:
+        """Both nodes decode, one of them for long."""
+        await asyncio.sleep(0.05)
+        long, short = await self.ask(1900), await self.ask(24)
+        assert long.node is not short.node
+        await self.open(long, 1900)
+        await self.open(short, 24)
+        return long, short
+
+
+async def test_nobody_lines_up_behind_a_long_answer_while_a_short_one_ends() -> None:
+    two = Two()
+    long, short = await two.long_and_short()
+    second = await two.ask(24)
+    assert second.node is short.node
+    # Both slots there are taken, and still that node is free sooner.
+    third = two.ask(24)
+    await asyncio.sleep(0.05)
+    assert not third.done()
+    short.finish()
+    await asyncio.sleep(0.05)
+    assert not third.done(), "its prefill runs; then the node takes another one"
+    await two.open(second, 24)
+    assert (await third).node is short.node
+    # The long answer nears its end: now that node is the better one.
+    long.remaining = 20
+    assert (await two.ask(24)).node is long.node
+    await two.pool.close()
+
+
+async def test_a_node_that_is_being_asked_is_not_forgotten() -> None:
+    two = Two()
+    _, short = await two.long_and_short()
+    short.finish()
+    both = two.ask(24), two.ask(24)  # the second while the first asks for the free node
+    first = await both[0]
+    assert first.node is short.node
+    await asyncio.sleep(0.05)
+    assert not both[1].done()
+    await two.open(first, 24)
+    assert (await both[1]).node is short.node
+    await two.pool.close()
+
+
+async def test_an_answer_without_a_limit_is_not_expected_to_fill_the_context() -> None:
+    two = Two()
+    await asyncio.sleep(0.05)
+    unlimited, limited = await two.ask(EXPECTED_TOKENS), await two.ask(1900)
+    await two.open(unlimited, 100_000, limited=False)
+    await two.open(limited, 1900)
+    assert (await two.ask(24)).node is unlimited.node
+    await two.pool.close()
+
+
+async def test_what_another_router_has_on_a_node_is_expected_to_be_an_ordinary_answer() -> None:
+    two = Two()
+    await asyncio.sleep(0.05)
+    long = await two.ask(1900)
+    await two.open(long, 1900)
+    (other,) = (node for node in two.pool.nodes.values() if node is not long.node)
+    other.busy_elsewhere = True
+    assert (await two.ask(24)).node is other
+    await two.pool.close()
 
 
 def test_who_would_be_overtaken_does_not_count() -> None:

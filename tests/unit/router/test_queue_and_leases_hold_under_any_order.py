@@ -213,10 +213,10 @@ class LeaseMachine(RuleBasedStateMachine):
     def node_of(self, lease: Lease) -> SimNode:
         return self.nodes[int(lease.node.name[1:])]
 
-    @rule(pool=st.integers(0, 1), key=KEYS, priority=st.integers(0, 1))
-    def ask(self, pool: int, key: str, priority: int) -> None:
+    @rule(pool=st.integers(0, 1), key=KEYS, priority=st.integers(0, 1), cost=st.sampled_from([1, 24, 1900]))
+    def ask(self, pool: int, key: str, priority: int, cost: int) -> None:
         async def acquire() -> Lease:
-            new = Ticket(key, priority, 10, math.inf, self.loop.create_future())
+            new = Ticket(key, priority, cost, math.inf, self.loop.create_future())
             return await self.pools[pool].acquire(new)
 
         if len(self.pools[pool].queue) < 20:
@@ -238,8 +238,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.held))
         if next(iter(self.node_of(lease).slots), None) == lease.rid:
-            lease.opened = True
-            lease.node.pool.kick()
+            lease.open(data.draw(st.sampled_from([3, 24, 1900])), limited=data.draw(st.booleans()))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), twice=st.booleans())
