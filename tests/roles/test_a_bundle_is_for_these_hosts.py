@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from roles.test_inventories_are_checked_before_any_host_is_touched import BASE, ROOT, validate
+from roles.playbook import ROOT, needs_ansible
+from roles.test_inventories_are_checked_before_any_host_is_touched import BASE, validate
+
+pytestmark = needs_ansible
 
 BOOKWORM = 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nVERSION_CODENAME=bookworm\nID=debian\n'
 NOBLE = 'PRETTY_NAME="Ubuntu 24.04.1 LTS"\nVERSION_CODENAME=noble\nID=ubuntu\nID_LIKE=debian\n'

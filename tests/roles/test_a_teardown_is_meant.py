@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook
+
+pytestmark = needs_ansible
 
 
 @pytest.mark.parametrize("given", ["rack-7", "rack-7/hosts.yml"])
@@ -19,13 +16,8 @@ pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not in
 def test_only_the_pools_own_name_means_it(tmp_path: Path, given: str, meant: str) -> None:
     (tmp_path / "rack-7").mkdir()
     (tmp_path / "rack-7/hosts.yml").write_text("all: {}\n")
-    done = subprocess.run(
-        [str(PLAYBOOK), "-i", str(tmp_path / given), "teardown.yml", *(["-e", meant] if meant else [])],
-        cwd=ROOT / "ansible",
-        env=os.environ | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-    )
+    arguments = ["-e", meant] if meant else []
+    done = run_playbook(Path("teardown.yml"), tmp_path / given, *arguments, cwd=ROOT / "ansible", timeout=300)
     said = " ".join(done.stdout.split())
     if meant == "teardown=rack-7":
         assert done.returncode == 0, said  # and there is no host

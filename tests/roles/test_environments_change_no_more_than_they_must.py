@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-PLAYBOOK = ROOT / ".venv-ops/bin/ansible-playbook"
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook
+
+pytestmark = needs_ansible
 
 
 def wheel(folder: Path, name: str, version: str, source: str) -> None:
@@ -73,12 +71,11 @@ class Site:
 
     def run(self) -> tuple[int, int, str]:
         """Exit status, changed tasks and output of the role."""
-        done = subprocess.run(
-            [PLAYBOOK, "-i", "localhost,", self.play],
-            capture_output=True,
-            text=True,
+        done = run_playbook(
+            self.play,
+            "localhost,",
+            environment={"ANSIBLE_ROLES_PATH": str(ROOT / "roles")},
             cwd=ROOT / "ansible",
-            env=os.environ | {"ANSIBLE_ROLES_PATH": str(ROOT / "roles")},
             timeout=300,
         )
         changed = re.search(r"changed=(\d+)", done.stdout)

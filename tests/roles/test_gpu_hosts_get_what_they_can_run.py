@@ -16,10 +16,9 @@ import pytest
 import yaml
 
 from roles.gpu_driver.hosts import capabilities, smi
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
 
-ROOT = Path(__file__).parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+pytestmark = needs_ansible
 
 spec = importlib.util.spec_from_file_location("rdma_trees", ROOT / "tests/roles/rdma/sysfs.py")
 assert spec
@@ -96,30 +95,12 @@ class Site:
             "native": {},
             "observability": {},
         } | self.hosts
-        (self.folder / "group_vars").mkdir(exist_ok=True)
-        link = self.folder / "group_vars/all.yml"
-        if not link.exists():
-            link.symlink_to(ROOT / "ansible/group_vars/all.yml")
-        (self.folder / "group_vars/tilert.yml").write_text(json.dumps(given))
-        (self.folder / "hosts.yml").write_text(
-            json.dumps({"tilert": {"children": {g: {"hosts": h} for g, h in groups.items()}}})
-        )
+        inventory = write_inventory(self.folder, groups, given, defaults=True)
         hosts = "prefill" if any("prefill" in json.dumps(role) for role in [*roles, tasks]) else "decode"
         play = {"hosts": hosts, "gather_facts": False, "roles": roles, "post_tasks": tasks}
         play["handlers"] = handlers or []
         (self.folder / "play.yml").write_text(json.dumps([play]))
-        done = subprocess.run(
-            [str(PLAYBOOK), "-i", str(self.folder / "hosts.yml"), str(self.folder / "play.yml"), *arguments],
-            env=os.environ
-            | {
-                "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
-                "ANSIBLE_NOCOLOR": "1",
-                "LC_ALL": "C.UTF-8",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = run_playbook(self.folder / "play.yml", inventory, *arguments)
         self.rc = done.returncode
         return " ".join((done.stdout + done.stderr).split())
 

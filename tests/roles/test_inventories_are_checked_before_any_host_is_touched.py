@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+
+pytestmark = needs_ansible
 
 SITE = yaml.safe_load((ROOT / "inventory/terraform/group_vars/tilert.yml").read_text())
 GOLDEN = sorted((ROOT / "tests/terraform/golden").glob("*.json"))
@@ -30,24 +29,14 @@ def golden(path: Path) -> Hosts:
 
 def validate(folder: Path, hosts: Hosts, site: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Run validate.yml in check mode. The hosts of the second play are this machine."""
-    (folder / "group_vars").mkdir(exist_ok=True)
     given = SITE | {
         "ansible_connection": "local",
         "ansible_python_interpreter": sys.executable,
         "tilert_wheelhouse": "",
         "tilert_secret": "s" * 40,
     }
-    (folder / "group_vars/tilert.yml").write_text(json.dumps(given | site))
-    groups = {group: {"hosts": members} for group, members in hosts.items()}
-    (folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
-    return subprocess.run(
-        [PLAYBOOK, "--check", "-i", folder / "hosts.yml", ROOT / "ansible/validate.yml"],
-        env=os.environ
-        | {"ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    inventory = write_inventory(folder, hosts, given | site)
+    return run_playbook(ROOT / "ansible/validate.yml", inventory, "--check")
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=[path.stem for path in GOLDEN])

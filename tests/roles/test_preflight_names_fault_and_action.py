@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+
+pytestmark = needs_ansible
 
 
 def load(name: str, path: Path) -> ModuleType:
@@ -180,23 +179,11 @@ def run(tmp_path: Path, *arguments: str, **host: Any) -> subprocess.CompletedPro
         "tilert_model_dir": str(tmp_path),
         "tilert_protocol": "tcp",
     }
-    (tmp_path / "group_vars").mkdir(exist_ok=True)
-    (tmp_path / "group_vars/tilert.yml").write_text(json.dumps(given | host))
     groups: dict[str, Any] = {g: {} for g in ("router", "ingress", "native", "observability")}
-    groups |= {
-        "prefill": {"hosts": {"p1": {"address": "127.0.0.1"}}},
-        "decode": {"hosts": {"d1": {"address": "127.0.0.2"}}},
-    }
-    (tmp_path / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
+    groups |= {"prefill": {"p1": {"address": "127.0.0.1"}}, "decode": {"d1": {"address": "127.0.0.2"}}}
+    inventory = write_inventory(tmp_path, groups, given | host)
     report = ["-e", f"preflight_report={tmp_path}/report.json"]
-    return subprocess.run(
-        [PLAYBOOK, "-i", tmp_path / "hosts.yml", ROOT / "ansible/preflight.yml", *report, *arguments],
-        env=os.environ
-        | {"ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return run_playbook(ROOT / "ansible/preflight.yml", inventory, *report, *arguments)
 
 
 def test_check_mode_reports_where_there_is_no_gpu(tmp_path: Path) -> None:
@@ -243,13 +230,7 @@ def test_the_report_is_named_after_the_pool_where_localhost_is_in_no_inventory(
 ) -> None:
     (tmp_path / "rack-7").mkdir()
     (tmp_path / "rack-7/hosts.yml").write_text("all: {children: {tilert: {}}}\n")
-    done = subprocess.run(
-        [str(PLAYBOOK), "-i", str(tmp_path / given), "preflight.yml", "--check"],
-        cwd=ROOT / "ansible",
-        env=os.environ | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_playbook(Path("preflight.yml"), tmp_path / given, "--check", cwd=ROOT / "ansible", timeout=300)
     assert done.returncode == 0, done.stdout
     report = ROOT / ".local/preflight/rack-7.json"
     assert json.loads(report.read_text())["hosts"] == {}

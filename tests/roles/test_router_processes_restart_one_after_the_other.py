@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,13 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from roles.test_units_say_what_was_meant import GPU, HOSTS, PLAYBOOK, ROOT, argv, render, rendering
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+from roles.test_units_say_what_was_meant import GPU, HOSTS, argv, render, rendering
 from tilert_router.config import parse
 
-pytestmark = [
-    pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [needs_ansible, pytest.mark.timeout(600)]
 
 SYSTEMCTL = """#!/bin/sh
 case "$*" in
@@ -45,7 +42,7 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls_file = folder, folder / "calls"
-        for name in ("bin", "group_vars", "etc/credentials", "units"):
+        for name in ("bin", "etc/credentials", "units"):
             (folder / name).mkdir(parents=True)
         self.nginx = folder / "nginx.conf"
         self.program("bin/nginx", "#!/bin/sh\n")
@@ -113,37 +110,24 @@ class Host:
             "tilert_router_admin_port": 8081,
             "pd_router_processes": processes,
         }
-        (self.folder / "group_vars/tilert.yml").write_text(json.dumps(given | variables))
-        groups: dict[str, Any] = {g: {"hosts": {}} for g in ("native", "observability")}
-        groups |= {
-            "prefill": {"hosts": {"p1": {"address": "127.0.0.8"}}},
-            "decode": {"hosts": {f"d{n}": {"address": f"127.0.0.{n + 1}"} for n in range(decode)}},
-            "router": {"hosts": {"g1": {"address": "127.0.0.1"}}},
-            "ingress": {"hosts": {"g1": {}}},
+        groups: dict[str, Any] = {
+            "prefill": {"p1": {"address": "127.0.0.8"}},
+            "decode": {f"d{n}": {"address": f"127.0.0.{n + 1}"} for n in range(decode)},
+            "router": {"g1": {"address": "127.0.0.1"}},
+            "ingress": {"g1": {}},
+            "native": {},
+            "observability": {},
         }
-        (self.folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
-        link = self.folder / "group_vars/all.yml"
-        if not link.exists():
-            link.symlink_to(ROOT / "ansible/group_vars/all.yml")
+        inventory = write_inventory(self.folder, groups, given | variables, defaults=True)
         own = {
             "pd_router_venv": str(self.folder / "venv"),
             "pd_router_unit_dir": str(self.folder / "units"),
             "pd_router_nginx_config": str(self.nginx),
             "pd_router_nginx": str(self.folder / "bin/nginx"),
         }
-        done = subprocess.run(
-            [PLAYBOOK, "-i", self.folder / "hosts.yml", "-e", json.dumps(own), self.playbook],
-            env={
-                **os.environ,
-                "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-                "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
-                "ANSIBLE_NOCOLOR": "1",
-                "LC_ALL": "C.UTF-8",
-            },
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+        extra = ["-e", json.dumps(own)]
+        done = run_playbook(self.playbook, inventory, *extra, environment=path, timeout=300)
         self.rc = done.returncode
         return " ".join((done.stdout + done.stderr).split())
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from roles.playbook import needs_ansible
 from roles.test_units_say_what_was_meant import GPU, HOSTS, LOCAL, SECRET, argv, option, render, rendering
+
+pytestmark = needs_ansible
 
 POOL = {
     **HOSTS,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from roles.test_units_say_what_was_meant import GPU, HOSTS, PLAYBOOK, ROOT, SECRET, render, rendering
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+from roles.test_units_say_what_was_meant import GPU, HOSTS, SECRET, render, rendering
 from tilert_router.config import Config, Policy, parse
 
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+pytestmark = needs_ansible
 
 ROUTER = rendering("pd_router", "router", ["router.yaml", "router.env"])
 ROUTER["post_tasks"].append(
@@ -85,8 +84,6 @@ def test_one_parser_is_enough_for_its_environment(tmp_path: Path, parser: str) -
 
 def run_tasks(folder: Path, tasks: list[dict[str, Any]], *arguments: str, **variables: Any) -> str:
     """Tasks on one router of an inventory; what Ansible printed."""
-    (folder / "group_vars").mkdir(exist_ok=True)
-    shutil.copy(ROOT / "ansible/group_vars/all.yml", folder / "group_vars/all.yml")
     given = {
         "ansible_connection": "local",
         "ansible_python_interpreter": sys.executable,
@@ -96,19 +93,10 @@ def run_tasks(folder: Path, tasks: list[dict[str, Any]], *arguments: str, **vari
         "pd_router_venv": str(folder / "venv"),
         "tilert_user": str(os.getgid()),
     }
-    (folder / "group_vars/tilert.yml").write_text(json.dumps(given | variables))
-    groups = {group: {"hosts": hosts} for group, hosts in HOSTS.items()}
-    (folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
+    inventory = write_inventory(folder, HOSTS, given | variables, defaults=True)
     (folder / "play.yml").write_text(json.dumps([{"hosts": "router", "gather_facts": False, "tasks": tasks}]))
-    environment = {"ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"), "ANSIBLE_HOME": str(folder / "home")}
-    done = subprocess.run(
-        [PLAYBOOK, "-i", folder / "hosts.yml", folder / "play.yml", *arguments],
-        env=os.environ | environment | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.stdout
+    home = {"ANSIBLE_HOME": str(folder / "home")}
+    return run_playbook(folder / "play.yml", inventory, *arguments, environment=home).stdout
 
 
 def test_keys_are_written_as_the_router_reads_them(tmp_path: Path) -> None:

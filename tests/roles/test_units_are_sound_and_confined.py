@@ -12,9 +12,13 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from roles.playbook import needs_ansible
+
 ANALYZE = shutil.which("systemd-analyze")
-pytestmark = pytest.mark.skipif(not ANALYZE, reason="systemd-analyze is not installed here")
+pytestmark = [
+    needs_ansible,
+    pytest.mark.skipif(not ANALYZE, reason="systemd-analyze is not installed here"),
+]
 
 
 def load(name: str) -> ModuleType:

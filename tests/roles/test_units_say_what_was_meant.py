@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-PLAYBOOK = Path(shutil.which("ansible-playbook") or ROOT / ".venv-ops/bin/ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+
+pytestmark = needs_ansible
 
 
 def rendering(role: str, group: str, templates: list[str]) -> dict[str, Any]:
@@ -75,26 +73,17 @@ def render(
 ) -> Path:
     """Render every template of `play` for an inventory of `hosts` with the group variables `site`."""
     inventory, out = tmp_path / "inventory", tmp_path / "out"
-    (inventory / "group_vars").mkdir(parents=True)
     out.mkdir()
-    groups = {g: {"hosts": h} for g, h in (hosts or HOSTS).items()}
-    (inventory / "hosts.yml").write_text(yaml.safe_dump({"tilert": {"children": groups}}))
-    shutil.copy(ROOT / "ansible/group_vars/all.yml", inventory / "group_vars/all.yml")
     site = {
         "tilert_secret": SECRET,
         "tilert_prefill_key": SECRET,
         "ansible_python_interpreter": sys.executable,
         **site,
     }
-    (inventory / "group_vars/tilert.yml").write_text(yaml.safe_dump(site))
+    write_inventory(inventory, hosts or HOSTS, site, defaults=True)
     (tmp_path / "render.yml").write_text(yaml.safe_dump(play))
-    environment = {
-        **os.environ,
-        "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
-        "ANSIBLE_HOME": str(tmp_path),
-    }
-    command = [PLAYBOOK, "-i", inventory, tmp_path / "render.yml", "-e", f"out={out}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    home = {"ANSIBLE_HOME": str(tmp_path)}
+    done = run_playbook(tmp_path / "render.yml", inventory, "-e", f"out={out}", environment=home)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 

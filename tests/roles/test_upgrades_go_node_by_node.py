@@ -18,12 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = [
-    pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here"),
-    pytest.mark.timeout(600),
-]
+from roles.playbook import ROOT, needs_ansible, run_playbook, write_inventory
+
+pytestmark = [needs_ansible, pytest.mark.timeout(600)]
 
 SECRET = "s" * 40
 SYSTEMCTL = """#!/bin/sh
@@ -54,13 +51,7 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls_file = folder, folder / "calls"
         self.calls_file.touch()
-        for name in (
-            "bin",
-            "group_vars",
-            "host_vars",
-            "etc",
-            "roles/rdma/tasks",
-        ):
+        for name in ("bin", "host_vars", "etc", "roles/rdma/tasks"):
             (folder / name).mkdir(parents=True)
         self.program("bin/systemctl", SYSTEMCTL.replace("{calls}", str(self.calls_file)))
         self.program("bin/systemd-run", f'#!/bin/sh\necho "check" >>"{self.calls_file}"\n')
@@ -74,7 +65,6 @@ class Pool:
         self.playbook, self.kind = "upgrade.yml", "decode"
         self.running: list[int] = []
         """Requests that a prefill host computes, look by look; none after the last."""
-        self.environment: dict[str, str] = {}
         self.dead: set[str] = set()
         """Prefill hosts that do not answer."""
 
@@ -182,32 +172,26 @@ class Pool:
             "tilert_prefill_port": self.ports["prefill"],
             "calls": str(self.calls_file),
         }
-        (self.folder / "group_vars/tilert.yml").write_text(json.dumps(given))
-        groups: dict[str, Any] = {g: {"hosts": {}} for g in ("ingress", "native", "observability")}
-        groups |= {
-            "prefill": {"hosts": {f"p{n}": {"address": f"127.0.0.{6 + n}"} for n in range(1, 1 + prefill)}},
-            "decode": {"hosts": {f"d{n}": {"address": f"127.0.0.{n}"} for n in (1, 2)}},
-            "router": {"hosts": {"g1": {"address": "127.0.0.9"}}},
+        groups: dict[str, Any] = {
+            "prefill": {f"p{n}": {"address": f"127.0.0.{6 + n}"} for n in range(1, 1 + prefill)},
+            "decode": {f"d{n}": {"address": f"127.0.0.{n}"} for n in (1, 2)},
+            "router": {"g1": {"address": "127.0.0.9"}},
+            "ingress": {},
+            "native": {},
+            "observability": {},
         }
-        (self.folder / "hosts.yml").write_text(json.dumps({"tilert": {"children": groups}}))
-        environment = {
-            **os.environ,
-            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
-            "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
-            "ANSIBLE_ROLES_PATH": str(self.folder / "roles"),
-            "ANSIBLE_NOCOLOR": "1",
-            "LC_ALL": "C.UTF-8",
-        }
-        self.environment = environment
+        write_inventory(self.folder, groups, given)
         return self.run(self.playbook, *arguments)
 
     def run(self, playbook: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a playbook on the hosts that an upgrade has made; `calls` are those of this run."""
         self.calls_file.write_text("")
-        hosts = self.folder / "hosts.yml"
-        command = [str(PLAYBOOK), "-i", str(hosts), str(ROOT / "ansible" / playbook), *arguments]
-        environment = self.environment
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+        path, inventory = ROOT / "ansible" / playbook, self.folder / "hosts.yml"
+        played = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "ANSIBLE_ROLES_PATH": str(self.folder / "roles"),
+        }
+        return run_playbook(path, inventory, *arguments, environment=played, timeout=580)
 
     @property
     def calls(self) -> list[str]:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PLAYBOOK = Path(sys.executable).with_name("ansible-playbook")
-pytestmark = pytest.mark.skipif(not PLAYBOOK.exists(), reason="ansible is not installed here")
+from roles.playbook import ROOT, needs_ansible, run_playbook
+
+pytestmark = needs_ansible
 
 Inventory = dict[str, dict[str, dict[str, Any]]]
 Change = Callable[[Inventory], None]
@@ -52,14 +49,8 @@ def validate(folder: Path, inventory: Inventory) -> tuple[int, str]:
     here = {"hosts": {"localhost": {"ansible_connection": "local"}}}
     groups = {"all": here, "tilert": {"vars": given, "children": children}}
     (folder / "hosts.yml").write_text(json.dumps(groups))
-    done = subprocess.run(
-        [str(PLAYBOOK), "-i", str(folder / "hosts.yml"), "validate.yml", "--limit", "localhost"],
-        cwd=ROOT / "ansible",
-        env=os.environ | {"ANSIBLE_NOCOLOR": "1", "LC_ALL": "C.UTF-8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    playbook = Path("validate.yml")
+    done = run_playbook(playbook, folder / "hosts.yml", "--limit", "localhost", cwd=ROOT / "ansible")
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from roles.test_units_say_what_was_meant import GPU, HOSTS, LOCAL, ROOT, render, rendering
+from roles.playbook import ROOT, needs_ansible
+from roles.test_units_say_what_was_meant import GPU, HOSTS, LOCAL, render, rendering
+
+pytestmark = needs_ansible
 
 FILES = ROOT / "roles/observability/files"
 HERE = Path(__file__).parent

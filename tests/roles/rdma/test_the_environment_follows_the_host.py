@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from roles.playbook import needs_ansible, run_playbook
+
+pytestmark = needs_ansible
+
 spec = importlib.util.spec_from_file_location("rdma_trees", Path(__file__).with_name("sysfs.py"))
 assert spec
 assert spec.loader
@@ -40,15 +42,7 @@ def apply(tmp_path: Path, host: Any, *arguments: str, **variables: Any) -> subpr
         "decode": {"hosts": {"d1": {"tilert_fabric_address": "10.0.0.2"}}},
     }
     (tmp_path / "hosts.yml").write_text(json.dumps({"all": {"children": groups, "hosts": {"p1": given}}}))
-    binary = str(Path(sys.executable).with_name("ansible-playbook"))
-    env = {
-        **os.environ,
-        "ANSIBLE_CONFIG": str(ROOT / "ansible/ansible.cfg"),
-        "ANSIBLE_NOCOLOR": "1",
-        "LC_ALL": "C.UTF-8",
-    }
-    command = [binary, "-i", str(tmp_path / "hosts.yml"), str(tmp_path / "play.yml"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return run_playbook(tmp_path / "play.yml", tmp_path / "hosts.yml", *arguments)
 
 
 def written(tmp_path: Path) -> dict[str, str]:
