@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Protocol
@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 from tilert_router.decode import NodeError, Reservation
 from tilert_router.queue import EXPECTED_TOKENS, FairQueue, Ticket
 from vllm_tilert.wire import api
+from vllm_tilert.wire.api import SlotState
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Lease:
     def open(self, remaining: int, limited: bool) -> None:
         """The decode leg is open, with so many tokens to come: another request may line up behind it."""
         self.opened, self.remaining, self.limited = True, remaining, limited
+        self.node.elsewhere = 0  # whatever was before it has ended
         self.node.pool.kick()
 
     def finish(self) -> None:
@@ -122,6 +124,8 @@ class Node:
     slots: int = 2
     max_seq_len: int | None = None
     busy_elsewhere: bool = False
+    elsewhere: int = 0
+    """Tokens that other routers' requests on it are expected to take, when it was last heard."""
     asking: bool = False
     retry_at: float = 0.0
     retry_s: float = _FIRST_RETRY_S
@@ -172,7 +176,7 @@ class Node:
     def backlog(self) -> int:
         """Tokens that are expected before a request that comes now would be decoded."""
         own = sum(lease.expected for lease in self.leases.values())
-        return own or (EXPECTED_TOKENS if self.busy_elsewhere else 0)
+        return own + (self.elsewhere or (EXPECTED_TOKENS if self.busy_elsewhere else 0))
 
 
 class Pool:
@@ -298,8 +302,7 @@ class Pool:
         None also where one could be asked ahead, but another is expected to be free before it: a reservation
         is for good, and behind a long answer it would wait for all of that.
         """
-        serving = [n for n in self.nodes.values() if n.serves() and n.name not in avoid]
-        ready = [n for n in serving if n.usable() and n.retry_at <= now]
+        ready = [n for n in self.nodes.values() if n.usable() and n.retry_at <= now and n.name not in avoid]
         free = [n for n in ready if not n.leases and not n.busy_elsewhere]
         if free:
             return min(free, key=lambda n: n.last_used), False
@@ -307,9 +310,12 @@ class Pool:
         if not behind:
             return None
         node = min(behind, key=lambda n: (n.backlog(), n.last_used))
-        if min(n.backlog() for n in serving) < node.backlog():
-            return None
-        return node, self.prefill_ahead and not node.stock
+        return None if self._sooner(node, avoid) else (node, self.prefill_ahead and not node.stock)
+
+    def _sooner(self, node: Node, avoid: Iterable[str]) -> bool:
+        """Whether another node is expected to be free before `node`."""
+        others = (n for n in self.nodes.values() if n.serves() and n.name not in avoid)
+        return any(n.backlog() < node.backlog() for n in others)
 
     def _has_room(self, node: Node) -> bool:
         """Whether a node that is busy may grant a reservation all the same."""
@@ -333,6 +339,9 @@ class Pool:
                 reservation = await node.client.reserve(
                     lease.rid, ahead=ahead, ttl_s=self._bounds.ttl_s, timeout_s=self._bounds.reserve_s
                 )
+            others = reservation.ahead and not node.leases
+            if others:  # how long another router's request is, only the node knows
+                node.elsewhere = _elsewhere(await node.client.status(self._bounds.reserve_s), {lease.rid})
         except NodeError as error:
             self._refused(node, lease, error)
             self._back(ticket)
@@ -344,6 +353,7 @@ class Pool:
             node.asking = False
             node.busy_elsewhere = False
             node.retry_s = _FIRST_RETRY_S
+            sooner = others and self._sooner(node, ticket.avoid)
             lease.reservation = reservation
             lease.granted = self._loop.time()
             if not node.leases:
@@ -351,6 +361,9 @@ class Pool:
             node.leases[lease.rid] = lease
             if ticket.future.done():
                 lease.abandon("client gone")
+            elif sooner:
+                lease.abandon("another node is free sooner")
+                self._back(ticket)
             else:
                 ticket.future.set_result(lease)
         self.kick()
@@ -468,6 +481,8 @@ class Pool:
             node.slots = len(slots)
         length = status.get("max_seq_len")
         node.max_seq_len = length if isinstance(length, int) else node.max_seq_len
+        if not node.asking:
+            node.elsewhere = _elsewhere(status, node.leases)
         if not node.leases and not node.asking:
             node.busy_elsewhere = not idle
             if idle:
@@ -475,6 +490,18 @@ class Pool:
         if node.state is not was:
             log.info("node state", extra={"node": node.name, "from": was, "to": node.state})
             self.kick()
+
+
+def _elsewhere(status: dict[str, Any], own: Container[str]) -> int:
+    """Tokens that requests other than `own` are expected to take on a node, by its status."""
+    slots = status.get("slots")
+    expected = 0
+    for slot in slots if isinstance(slots, list) else []:
+        if slot.get("state") in (SlotState.FREE, SlotState.QUARANTINED) or slot.get("rid") in own:
+            continue
+        remaining = slot.get("remaining")
+        expected += remaining if isinstance(remaining, int) else EXPECTED_TOKENS
+    return expected
 
 
 def holds(status: dict[str, Any], rid: str) -> bool:

@@ -289,6 +289,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
                 "rid": handoff.rid if handoff else None,
                 "generation": node.slots.generation(number),
                 "age_s": round(asyncio.get_running_loop().time() - handoff.since, 3) if handoff else None,
+                "remaining": node.remaining(handoff) if handoff else None,
             }
             for number, handoff in enumerate(node.slots)
         ]

@@ -61,6 +61,8 @@ class Decode:
     tokens: asyncio.Queue[list[int] | End] = field(default_factory=asyncio.Queue)
     cancel: threading.Event = field(default_factory=threading.Event)
     opened: bool = False
+    sent: int = 0
+    """Tokens that have left."""
 
 
 class Node:
@@ -266,6 +268,13 @@ class Node:
         self.signal.notify()
         return handoff
 
+    def remaining(self, handoff: Handoff) -> int | None:
+        """Tokens of the request still to come at most; None: only the window bounds it, or its call is not here."""
+        decode = self._decodes.get(handoff.rid)
+        if decode is None or handoff.facts.get("seq_len", 0) + decode.max_tokens >= self.max_seq_len:
+            return None
+        return max(decode.max_tokens - decode.sent, 0)
+
     def detach(self, handoff: Handoff) -> None:
         """The decode call is over, for whatever reason; a request that still runs is given up."""
         self.slots.end(handoff, ErrorCode.CANCELLED, "the caller went away")
@@ -339,11 +348,9 @@ class Node:
         loop = asyncio.get_running_loop()
         decoded: Decoded | None = None
         error: Refused | None = None
-        count = 0
 
         def on_tokens(burst: list[int]) -> None:  # on the engine's thread
-            nonlocal count
-            count += len(burst)
+            decode.sent += len(burst)
             self._last_sign = time.monotonic()
             loop.call_soon_threadsafe(decode.tokens.put_nowait, burst)
 
@@ -374,7 +381,7 @@ class Node:
         except Exception as failure:
             log.exception("the engine cannot be reset")
             self.broken = f"the engine cannot be reset: {failure}"
-        handoff.facts["n"] = count
+        handoff.facts["n"] = decode.sent
         handoff.facts["finish_reason"] = decoded.finish_reason if decoded else None
         self._decodes.pop(handoff.rid, None)
         if decoded is not None:
@@ -382,7 +389,7 @@ class Node:
         else:
             assert error is not None
             self.slots.engine_done(handoff, error.code, error.message)
-        self.metrics.decoded(handoff, count)
+        self.metrics.decoded(handoff, decode.sent)
         decode.tokens.put_nowait(End(decoded, error))
 
     async def _serve_clock(self) -> None:

@@ -59,14 +59,21 @@ def test_a_token_rate_holds_over_time_and_says_when_to_come_back(tmp_path: Path)
 class Node:
     """Grants everything."""
 
+    def __init__(self) -> None:
+        self.others: list[dict[str, Any]] = []
+        """Slots that another router's requests have."""
+        self.cancelled: list[str] = []
+
     async def reserve(self, rid: str, *, ahead: bool, ttl_s: float, timeout_s: float) -> Reservation:
         return Reservation(rid, 0, 1, ahead)
 
     async def cancel(self, rid: str, timeout_s: float) -> bool:
+        self.cancelled.append(rid)
         return True
 
     async def status(self, timeout_s: float) -> dict[str, Any]:
-        return {"status": "idle", "slots": [{"state": "free"}, {"state": "free"}]}
+        free = [{"state": "free", "rid": None}] * (2 - len(self.others))
+        return {"status": "busy" if self.others else "idle", "slots": self.others + free}
 
 
 async def test_the_expected_wait_is_the_observed_pace_times_those_ahead() -> None:
@@ -100,9 +107,9 @@ class Two:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.pool = Pool(FairQueue(100), Bounds())
-        self.node = Node()
-        for name in "ab":
-            self.pool.add(name, "127.0.0.1", 5556, self.node)
+        self.nodes = {name: Node() for name in "ab"}
+        for name, node in self.nodes.items():
+            self.pool.add(name, "127.0.0.1", 5556, node)
 
     def ask(self, tokens: int) -> asyncio.Task[Lease]:
         ticket = Ticket("k", 0, tokens, self.loop.time() + 10, self.loop.create_future())
@@ -166,14 +173,32 @@ async def test_an_answer_without_a_limit_is_not_expected_to_fill_the_context() -
     await two.pool.close()
 
 
-async def test_what_another_router_has_on_a_node_is_expected_to_be_an_ordinary_answer() -> None:
+def decoding(remaining: int | None) -> dict[str, Any]:
+    """A slot that another router's request has."""
+    return {"state": "decoding", "rid": "another router's", "remaining": remaining}
+
+
+@pytest.mark.parametrize("known", [24, None])
+async def test_another_routers_request_counts_with_what_the_node_says_of_it(known: int | None) -> None:
     two = Two()
+    two.nodes["b"].others = [decoding(known)]  # None: as an ordinary answer
     await asyncio.sleep(0.05)
     long = await two.ask(1900)
+    assert long.node.name == "a"
     await two.open(long, 1900)
-    (other,) = (node for node in two.pool.nodes.values() if node is not long.node)
-    other.busy_elsewhere = True
-    assert (await two.ask(24)).node is other
+    assert (await two.ask(24)).node.name == "b"
+    await two.pool.close()
+
+
+async def test_nobody_lines_up_behind_another_routers_long_answer() -> None:
+    two = Two()
+    two.nodes["b"].others = [decoding(24)]
+    await asyncio.sleep(0.05)
+    two.nodes["b"].others = [decoding(1900)]  # since this router looked
+    own = await two.ask(600)
+    await two.open(own, 600)
+    assert (await two.ask(24)).node.name == "a"
+    assert len(two.nodes["b"].cancelled) == 1, "what b had granted is given back"
     await two.pool.close()
 
 

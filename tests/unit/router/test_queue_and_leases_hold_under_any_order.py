@@ -128,7 +128,8 @@ class SimNode:
 
     latency: float = 0.001
     fault: str = ""
-    slots: dict[str, None] = field(default_factory=dict)
+    slots: dict[str, int | None] = field(default_factory=dict)
+    """rid -> tokens still to come, where it decodes."""
     granted: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
 
@@ -166,7 +167,10 @@ class SimNode:
 
     async def status(self, timeout_s: float) -> dict[str, Any]:
         await self.act()
-        slots = [{"slot": i, "state": "reserved", "rid": rid} for i, rid in enumerate(self.slots)]
+        slots: list[dict[str, Any]] = [
+            {"slot": i, "state": "decoding" if left else "reserved", "rid": rid, "remaining": left}
+            for i, (rid, left) in enumerate(self.slots.items())
+        ]
         slots += [{"slot": i, "state": "free", "rid": None} for i in range(len(slots), 2)]
         status = {
             "status": "busy" if self.slots else "idle",
@@ -238,7 +242,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.held))
         if next(iter(self.node_of(lease).slots), None) == lease.rid:
-            lease.open(data.draw(st.sampled_from([3, 24, 1900])), limited=data.draw(st.booleans()))
+            left, limited = data.draw(st.sampled_from([3, 24, 1900])), data.draw(st.booleans())
+            self.node_of(lease).slots[lease.rid] = left if limited else None
+            lease.open(left, limited)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), twice=st.booleans())
