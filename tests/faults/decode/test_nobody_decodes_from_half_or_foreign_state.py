@@ -315,9 +315,9 @@ async def test_a_cancel_in_any_state_leaves_the_node_to_the_next(
             await prefill.hand_off(node, rid, grant["generation"], prompt)
         if state == "decoding":
             decode = asyncio.ensure_future(node.stream(rid, 65, 900))
-            async with asyncio.timeout(5):
-                await node.node.signal.until(lambda: node.node.slots.engine)
-            await asyncio.sleep(0.05)
+            async with asyncio.timeout(20):
+                while (engine := node.node.slots.engine) is None or node.node.remaining(engine) == 900:
+                    await asyncio.sleep(0.01)  # until the first token has left
         assert await node.call(api.CANCEL, {"rid": rid}) == (200, {"cancelled": rid})
         assert (await node.call(api.CANCEL, {"rid": rid}))[0] == 200
         if state == "receiving":
