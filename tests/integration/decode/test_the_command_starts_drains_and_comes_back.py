@@ -81,7 +81,8 @@ async def test_sigterm_lets_the_running_request_end_and_exits_0(
         while (await node.call(api.STATUS))[1]["slots"][0]["state"] != "decoding":
             await asyncio.sleep(0.005)
         process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.05)
+        while not (await node.call(api.STATUS))[1]["draining"]:
+            await asyncio.sleep(0.005)
         status, refusal = await node.call(api.RESERVE, {"rid": api.new_rid(), "ahead": True})
         assert (status, refusal["error"]) == (503, "draining")
         assert tokens_of((await answer)[1]) == expected
