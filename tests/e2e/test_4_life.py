@@ -112,11 +112,14 @@ class Releases:
         (wheel,) = WHEELHOUSE.glob("vllm_tilert-*.whl")
         self.original = keep / wheel.name
         shutil.copy2(wheel, self.original)
+        self.there = self.original
+        """The wheel that was put last."""
         self.version = wheel.name.split("-")[1]
         self.folder = keep
 
     def put(self, wheel: Path) -> None:
         """This wheel and no other is what hosts install from now on."""
+        self.there = wheel
         new = WHEELHOUSE / f".{wheel.name}"
         shutil.copy2(wheel, new)
         for old in WHEELHOUSE.glob("vllm_tilert-*.whl"):
@@ -126,11 +129,6 @@ class Releases:
     def post(self, number: int) -> str:
         """The version of the nth release after the one that was there."""
         return f"{self.version}.post{number}"
-
-    def again(self, number: int) -> None:
-        """Put the nth release, made before, in place of what is there."""
-        (wheel,) = (self.folder / f"source-{self.post(number)}" / "out").glob("*.whl")
-        self.put(wheel)
 
     def make(self, number: int, change: tuple[str, str, str] | None = None) -> str:
         """Build and put the nth release: this source with its version and, if given, (file, old, new)."""
@@ -243,7 +241,7 @@ def test_a_release_that_decodes_wrongly_meets_no_client_and_is_put_back(
     first, second = cluster.hosts("decode")
     untouched = started(cluster, second)
     # It starts, is healthy, and answers: only the tokens are wrong.
-    wrong = ".transpose(1, 2).reshape(state.seq_len, -1)"
+    wrong, before = ".transpose(1, 2).reshape(state.seq_len, -1)", releases.there
     releases.make(
         2,
         ("plugin/vllm_tilert/decode/engines/reference.py", wrong, ".reshape(state.seq_len, -1)"),
@@ -252,7 +250,7 @@ def test_a_release_that_decodes_wrongly_meets_no_client_and_is_put_back(
         with load(cluster):
             done = play("upgrade.yml", "-e", SHORT, check=False)
     finally:
-        releases.again(1)
+        releases.put(before)
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
     assert "DIFFERENT at token" in said
@@ -330,9 +328,10 @@ def test_a_teardown_has_to_name_the_pool(cluster: Cluster) -> None:
 @pytest.fixture
 def two_prefills(cluster: Cluster, releases: Releases) -> Iterator[Cluster]:
     """The cluster with a second prefill host; a release made meanwhile is gone afterwards."""
+    before = releases.there
     shell("export TF_VAR_prefill_count=2; cluster_apply; cluster_deploy", timeout=1200)
     yield Cluster()
-    releases.again(1)
+    releases.put(before)
     shell("cluster_apply; cluster_deploy", timeout=1200)
 
 
