@@ -289,7 +289,7 @@ class Generator:
         }
         with trace.phase("handoff", rid=lease.rid, node=node.name):
             stream = await self._open(lease, leg)
-        lease.open(budget, request.max_tokens is not None)
+        lease.open(budget)
         self._metrics.phase.labels("handoff").observe(self._loop.time() - first)
         return Generation(request, prefilled, lease, stream, output, parser)
 

@@ -26,6 +26,10 @@ _FIRST_RETRY_S: Final = 0.002
 _LAST_RETRY_S: Final = 0.1
 _PROBE_S: Final = 1.0
 _DOWN_PROBE_S: Final = 0.25
+_LONG_TOKENS: Final = 4 * EXPECTED_TOKENS
+"""No answer is expected to take more: limits are often set far beyond what is used."""
+_MUCH_SOONER: Final = 2
+"""A node is free much sooner than another that has so many times its backlog."""
 _SERVICE_WEIGHT: Final = 0.1
 """Of the newest service time in the running mean."""
 
@@ -70,8 +74,6 @@ class Lease:
     rid: str
     remaining: int
     """Tokens that are still to come at most; before the decode leg is open, what the request was expected to take."""
-    limited: bool = True
-    """That bound is the request's own, and not only the rest of the context."""
     reservation: Reservation | None = None
     opened: bool = False
     """The decode leg is open: the engine is this lease's."""
@@ -83,14 +85,9 @@ class Lease:
     prefilled: bool = False
     """A prefill has been sent, so that state may arrive."""
 
-    @property
-    def expected(self) -> int:
-        """Tokens that are expected still to come."""
-        return self.remaining if self.limited else min(self.remaining, EXPECTED_TOKENS)
-
-    def open(self, remaining: int, limited: bool) -> None:
+    def open(self, remaining: int) -> None:
         """The decode leg is open, with so many tokens to come: another request may line up behind it."""
-        self.opened, self.remaining, self.limited = True, remaining, limited
+        self.opened, self.remaining = True, remaining
         self.node.elsewhere = 0  # whatever was before it has ended
         self.node.pool.kick()
 
@@ -175,7 +172,7 @@ class Node:
 
     def backlog(self) -> int:
         """Tokens that are expected before a request that comes now would be decoded."""
-        own = sum(lease.expected for lease in self.leases.values())
+        own = sum(min(lease.remaining, _LONG_TOKENS) for lease in self.leases.values())
         return own + (self.elsewhere or (EXPECTED_TOKENS if self.busy_elsewhere else 0))
 
 
@@ -299,7 +296,7 @@ class Pool:
     def _choose(self, now: float, avoid: Iterable[str] = ()) -> tuple[Node, bool] | None:
         """The node to ask next, and whether to ask ahead.
 
-        None also where one could be asked ahead, but another is expected to be free before it: a reservation
+        None also where one could be asked ahead, but another is expected to be free much sooner: a reservation
         is for good, and behind a long answer it would wait for all of that.
         """
         ready = [n for n in self.nodes.values() if n.usable() and n.retry_at <= now and n.name not in avoid]
@@ -310,12 +307,12 @@ class Pool:
         if not behind:
             return None
         node = min(behind, key=lambda n: (n.backlog(), n.last_used))
-        return None if self._sooner(node, avoid) else (node, self.prefill_ahead and not node.stock)
+        return None if self._another_sooner(node, avoid) else (node, self.prefill_ahead and not node.stock)
 
-    def _sooner(self, node: Node, avoid: Iterable[str]) -> bool:
-        """Whether another node is expected to be free before `node`."""
+    def _another_sooner(self, node: Node, avoid: Iterable[str]) -> bool:
+        """Whether another node is expected to be free much sooner than `node`."""
         others = (n for n in self.nodes.values() if n.serves() and n.name not in avoid)
-        return any(n.backlog() < node.backlog() for n in others)
+        return any(_MUCH_SOONER * n.backlog() < node.backlog() for n in others)
 
     def _has_room(self, node: Node) -> bool:
         """Whether a node that is busy may grant a reservation all the same."""
@@ -353,7 +350,7 @@ class Pool:
             node.asking = False
             node.busy_elsewhere = False
             node.retry_s = _FIRST_RETRY_S
-            sooner = others and self._sooner(node, ticket.avoid)
+            elsewhere_sooner = others and self._another_sooner(node, ticket.avoid)
             lease.reservation = reservation
             lease.granted = self._loop.time()
             if not node.leases:
@@ -361,7 +358,7 @@ class Pool:
             node.leases[lease.rid] = lease
             if ticket.future.done():
                 lease.abandon("client gone")
-            elif sooner:
+            elif elsewhere_sooner:
                 lease.abandon("another node is free sooner")
                 self._back(ticket)
             else:
@@ -500,7 +497,7 @@ def _elsewhere(status: dict[str, Any], own: Container[str]) -> int:
         if slot.get("state") in (SlotState.FREE, SlotState.QUARANTINED) or slot.get("rid") in own:
             continue
         remaining = slot.get("remaining")
-        expected += remaining if isinstance(remaining, int) else EXPECTED_TOKENS
+        expected += min(remaining, _LONG_TOKENS) if isinstance(remaining, int) else EXPECTED_TOKENS
     return expected
 
 

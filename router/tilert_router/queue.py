@@ -18,7 +18,7 @@ QUANTUM: Final = 512
 """Cost a key may spend a turn, in expected tokens."""
 
 EXPECTED_TOKENS: Final = 512
-"""What an answer is expected to take, and at any time still to take, where the request sets no limit."""
+"""What an answer is expected to take of which nothing is known."""
 
 _serial = itertools.count()
 

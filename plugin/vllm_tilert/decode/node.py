@@ -269,11 +269,9 @@ class Node:
         return handoff
 
     def remaining(self, handoff: Handoff) -> int | None:
-        """Tokens of the request still to come at most; None: only the window bounds it, or its call is not here."""
+        """Tokens of the request still to come at most; None before its decode call."""
         decode = self._decodes.get(handoff.rid)
-        if decode is None or handoff.facts.get("seq_len", 0) + decode.max_tokens >= self.max_seq_len:
-            return None
-        return max(decode.max_tokens - decode.sent, 0)
+        return None if decode is None else max(decode.max_tokens - decode.sent, 0)
 
     def detach(self, handoff: Handoff) -> None:
         """The decode call is over, for whatever reason; a request that still runs is given up."""

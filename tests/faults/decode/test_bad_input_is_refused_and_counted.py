@@ -154,7 +154,7 @@ async def test_no_done_but_the_right_one_makes_state(prefill: Prefill, model_dir
     """Half of the state is written each time; no message a sender can end with gets it decoded."""
     messages: list[dict[str, Any]] = []
 
-    @settings(max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
     @given(st.dictionaries(st.sampled_from(FIELDS), DONE_JSON), st.booleans(), st.booleans())
     def collect(message: dict[str, Any], done: bool, segments: bool) -> None:
         message = message | ({"done": True} if done else {}) | ({"segments": [9]} if segments else {})
@@ -219,7 +219,7 @@ PATHS = [
 async def test_no_http_request_breaks_the_node(prefill: Prefill, model_dir: Path) -> None:
     requests: list[tuple[str, str, str, bytes]] = []
 
-    @settings(max_examples=250, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=250, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(["POST", "POST", "POST", "GET", "PUT", "DELETE"]),
         st.sampled_from(PATHS),
@@ -274,7 +274,7 @@ async def test_no_bytes_upset_a_node_that_takes_stock_senders() -> None:
     """Nor do they keep the landing zone for good, or let anybody into a slot."""
     messages: list[bytes] = []
 
-    @settings(max_examples=150, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.binary(max_size=40)
         | st.dictionaries(

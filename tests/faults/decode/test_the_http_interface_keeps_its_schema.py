@@ -37,7 +37,6 @@ def test_fuzzed_calls_never_break_it(model_dir: Path) -> None:
 
         @settings(
             max_examples=40,
-            deadline=None,
             database=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),

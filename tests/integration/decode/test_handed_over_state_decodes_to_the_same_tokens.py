@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from integration.decode.parts import MAX_SEQ_LEN, Prefill, engine_of, prompt_of, running, tokens_of
+from integration.decode.parts import Prefill, engine_of, prompt_of, running, tokens_of
 from vllm_tilert.wire import api
 
 
@@ -104,18 +104,15 @@ async def test_a_client_that_goes_away_frees_the_node_for_the_next(prefill: Pref
         assert tokens_of((await node.stream(rid, expected[0], 24))[1]) == expected
 
 
-@pytest.mark.parametrize("limit", [900, MAX_SEQ_LEN - 20])
-async def test_the_status_says_what_a_request_may_still_take(
-    prefill: Prefill, model_dir: Path, limit: int
-) -> None:
-    """For those who would line up behind it; of one that only the window bounds, nothing is known."""
+async def test_the_status_says_what_a_request_may_still_take(prefill: Prefill, model_dir: Path) -> None:
+    """For those who would line up behind it."""
     prompt, rid = prompt_of(7, 20), api.new_rid()
     first = prefill.oracle.continuation(prompt, 1)[0]
     async with running(engine_of(model_dir)) as node:
         grant = await node.reserve(rid)
         await node.reserve(api.new_rid(), ahead=True)
         await prefill.hand_off(node, rid, grant["generation"], prompt)
-        body = {"rid": rid, "first_token_id": first, "max_tokens": limit, "stream": True}
+        body = {"rid": rid, "first_token_id": first, "max_tokens": 900, "stream": True}
         seen = []
         async with node.http.post(node.url + api.DECODE, json=body) as answer:
             for _ in range(2):
@@ -125,7 +122,4 @@ async def test_the_status_says_what_a_request_may_still_take(
                 seen.append([slot["remaining"] for slot in status["slots"]])
     (earlier, other), (later, _) = seen
     assert other is None  # only reserved
-    if limit == 900:
-        assert 0 < later < earlier <= limit - 5
-    else:
-        assert earlier is later is None
+    assert 0 < later < earlier <= 895

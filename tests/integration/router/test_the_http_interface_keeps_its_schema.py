@@ -38,7 +38,6 @@ async def test_fuzzed_calls_get_what_was_promised(up: Up, mode: schemathesis.Gen
 
             @settings(
                 max_examples=60 if operation.path.startswith("/v1/c") else 5,
-                deadline=None,
                 database=None,
                 derandomize=True,
                 phases=[Phase.generate],

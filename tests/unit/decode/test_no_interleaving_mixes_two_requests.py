@@ -257,7 +257,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_vanished_writers_slot_is_kept_until_it_can_write_no_more() -> None:

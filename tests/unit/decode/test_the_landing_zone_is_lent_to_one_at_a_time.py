@@ -64,7 +64,7 @@ class Zone(RuleBasedStateMachine):
         assert hello["layout_version"] == GLM5.version != NOWHERE["layout_version"]
 
 
-Zone.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Zone.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestZone = Zone.TestCase
 
 

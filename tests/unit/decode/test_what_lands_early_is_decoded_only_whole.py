@@ -318,4 +318,4 @@ class EarlyLanding(RuleBasedStateMachine):
 
 
 TestEarlyLanding = EarlyLanding.TestCase
-TestEarlyLanding.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestEarlyLanding.settings = settings(max_examples=100, stateful_step_count=40)

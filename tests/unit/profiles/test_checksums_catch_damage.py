@@ -43,7 +43,7 @@ def test_it_is_what_its_definition_says(tokens: int) -> None:
     assert plane_checksums(segment, LAYOUT, tokens) == [plainly(data[:split]), plainly(data[split:])]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(at=st.integers(0, LAYOUT.segment_bytes(400) - 1), bit=st.integers(0, 7))
 def test_any_flipped_bit_shows_in_its_plane_alone(at: int, bit: int) -> None:
     segment = random_segment(400)
@@ -54,7 +54,7 @@ def test_any_flipped_bit_shows_in_its_plane_alone(at: int, bit: int) -> None:
     assert [a != b for a, b in zip(before, after, strict=True)] == [plane == 0, plane == 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(st.integers(0, 799), min_size=2, max_size=2, unique=True), top_bit=st.booleans())
 def test_swapped_rows_show(rows: list[int], top_bit: bool) -> None:
     segment = random_segment(400)

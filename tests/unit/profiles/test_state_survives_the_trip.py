@@ -39,7 +39,7 @@ def cuts(total: int, page: int) -> st.SearchStrategy[list[int]]:
     return points.map(lambda p: [b - a for a, b in zip([0, *sorted(p)], [*sorted(p), total], strict=True)])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mla_rows_arrive_as_they_were(dtype: torch.dtype, data: st.DataObject) -> None:
@@ -54,7 +54,7 @@ def test_mla_rows_arrive_as_they_were(dtype: torch.dtype, data: st.DataObject) -
         assert torch.equal(pe, rows[:, 512:])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", ["fp8_ds_mla", "bfloat16"])
 def test_the_cut_into_segments_changes_nothing(dtype: str, data: st.DataObject) -> None:

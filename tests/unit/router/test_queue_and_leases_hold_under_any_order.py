@@ -83,7 +83,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueue.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(costs=st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 2000)), min_size=30, max_size=60))
@@ -242,9 +242,9 @@ class LeaseMachine(RuleBasedStateMachine):
     def decode(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(self.held))
         if next(iter(self.node_of(lease).slots), None) == lease.rid:
-            left, limited = data.draw(st.sampled_from([3, 24, 1900])), data.draw(st.booleans())
-            self.node_of(lease).slots[lease.rid] = left if limited else None
-            lease.open(left, limited)
+            left = data.draw(st.sampled_from([3, 24, 1900]))
+            self.node_of(lease).slots[lease.rid] = left
+            lease.open(left)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), twice=st.booleans())
@@ -315,4 +315,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeases = LeaseMachine.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=60, stateful_step_count=40)

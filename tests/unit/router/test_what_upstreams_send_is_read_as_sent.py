@@ -175,9 +175,18 @@ async def test_a_slow_taker_stops_the_reading_and_loses_nothing() -> None:
 
 
 async def test_silence_is_told_and_what_a_taker_raises_ends_it() -> None:
-    async with server(says(CHUNKED + b"1\r\na\r\n", b"1\r\nb\r\n", pause_s=0.2)) as (origin, _):
+    silences: list[float] = []
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(CHUNKED + b"1\r\na\r\n")
+        while len(silences) < 2:
+            await asyncio.sleep(0.01)
+        writer.write(b"1\r\nb\r\n")
+        await writer.drain()
+
+    async with server(late) as (origin, _):
         exchange = await origin.open("POST", "/x", {})
-        silences: list[float] = []
 
         def feed(data: bytes) -> bool:
             if data == b"b":
@@ -189,14 +198,14 @@ async def test_silence_is_told_and_what_a_taker_raises_ends_it() -> None:
         with pytest.raises(KeyError):
             await exchange.pump(feed, drain, 0.05, silences.append)
         exchange.close()
-        assert 2 <= len(silences) <= 4
+        assert all(told >= 0.05 for told in silences)
 
 
 LINES = [b'{"t":[1]}\n', b'{"t":[2,3]}\n', b'{"t":[]}\n', b"\n", b'{"t":[4]}\n']
 DONE = b'{"done":true,"n":4,"seq_len":7,"finish_reason":"length","timing_ms":{}}\n'
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(cuts=st.lists(st.integers(1, 110), max_size=8), frames=st.lists(st.integers(1, 110), max_size=5))
 def test_tokens_are_the_same_however_the_bytes_are_cut(cuts: list[int], frames: list[int]) -> None:
     text = b"".join(LINES) + DONE
