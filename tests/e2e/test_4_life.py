@@ -410,8 +410,8 @@ def _restart_under_load(cluster: Cluster, processes: list[tuple[str, str]], *arg
 
 def test_a_pool_that_was_torn_down_leaves_nothing_and_is_deployed_again(cluster: Cluster) -> None:
     look = (
-        "ls -d /opt/tilert /etc/tilert /usr/local/lib/tilert /var/lib/tilert/* /var/cache/tilert/* "
-        "/etc/nginx/nginx.conf 2>/dev/null; "
+        "ls -d /opt/tilert /etc/tilert /usr/local/lib/tilert /var/lib/tilert/* /var/cache/tilert/* 2>/dev/null; "
+        "grep -ls tilert /etc/nginx/nginx.conf; "
         "systemctl list-units --all --plain --no-legend 'tilert*' 'vllm*' | grep ' loaded '; "
         "nft list tables | grep tilert; ps -eo args | grep -E '^(/opt/tilert|nginx)'"
     )
