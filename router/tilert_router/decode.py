@@ -44,6 +44,8 @@ class Reservation:
     slot: int
     generation: int
     ahead: bool
+    wanted: bool = False
+    """Somebody else asks for this node too, and was refused a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,13 @@ class DecodeClient:
         try:
             if answer["rid"] != rid:
                 raise NodeError(MALFORMED, "reservation of another rid")
-            return Reservation(rid, int(answer["slot"]), int(answer["generation"]), bool(answer["ahead"]))
+            return Reservation(
+                rid,
+                int(answer["slot"]),
+                int(answer["generation"]),
+                bool(answer["ahead"]),
+                bool(answer.get("wanted")),
+            )
         except (KeyError, TypeError, ValueError):
             raise NodeError(MALFORMED, "reservation") from None
 

@@ -23,7 +23,7 @@ from vllm_tilert.wire.api import SlotState
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S: Final = 0.002
-_LAST_RETRY_S: Final = 0.1
+_GIVE_WAY_S: Final = 2 * api.ASK_AGAIN_S
 _PROBE_S: Final = 1.0
 _DOWN_PROBE_S: Final = 0.25
 _LONG_TOKENS: Final = 4 * EXPECTED_TOKENS
@@ -89,7 +89,7 @@ class Lease:
         """The decode leg is open, with so many tokens to come: another request may line up behind it."""
         self.opened, self.remaining = True, remaining
         self.node.elsewhere = 0  # whatever was before it has ended
-        self.node.pool.kick()
+        self.node.pool._has_room_again(self.node)
 
     def finish(self) -> None:
         """The node said that this decode is done: it has freed the slot itself."""
@@ -126,6 +126,8 @@ class Node:
     asking: bool = False
     retry_at: float = 0.0
     retry_s: float = _FIRST_RETRY_S
+    wanted: bool = False
+    """Another router was refused it before this one's last reservation: the next is that one's."""
     last_used: float = 0.0
     last_released: float = 0.0
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -353,6 +355,7 @@ class Pool:
             elsewhere_sooner = others and self._another_sooner(node, ticket.avoid)
             lease.reservation = reservation
             lease.granted = self._loop.time()
+            node.wanted = reservation.wanted
             if not node.leases:
                 lease.front.set()
             node.leases[lease.rid] = lease
@@ -383,7 +386,7 @@ class Pool:
         if error.code == api.ErrorCode.BUSY:
             node.busy_elsewhere = not node.leases
             node.retry_at = self._loop.time() + node.retry_s
-            node.retry_s = min(node.retry_s * 2, _LAST_RETRY_S)
+            node.retry_s = min(node.retry_s * 2, api.ASK_AGAIN_S)
             return
         if error.code == api.ErrorCode.DRAINING:
             node.draining = True
@@ -414,6 +417,14 @@ class Pool:
             node.known = False  # our gate opens again when the server itself says idle
             node.wake.set()
         self._drop_if_gone(node)
+        self._has_room_again(node)
+
+    def _has_room_again(self, node: Node) -> None:
+        if (
+            node.wanted
+        ):  # whoever was refused asks again within this time; else the same router would win every time
+            node.wanted = False
+            node.retry_at = self._loop.time() + _GIVE_WAY_S
         self.kick()
 
     def _settle(self, lease: Lease, reason: str) -> None:

@@ -259,6 +259,7 @@ def build_app(node: Node, secret: str | None) -> FastAPI:
             "generation": handoff.generation,
             "expires_in_s": body.ttl_s or node.slots.limits.reserve,
             "ahead": len(node.slots.alive()) > 1,
+            "wanted": node.slots.wanted,
         }
 
     @app.post(api.DECODE, responses=errors)

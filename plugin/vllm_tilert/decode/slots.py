@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from vllm_tilert.wire.api import ErrorCode, SlotState
+from vllm_tilert.wire.api import ASK_AGAIN_S, ErrorCode, SlotState
 
 HISTORY: Final = 256
 """Ended handoffs that are remembered."""
 MAX_TTL_S: Final = 600.0
+WANTED_S: Final = 2.5 * ASK_AGAIN_S
+"""Who was refused and has not asked again for so long has gone elsewhere."""
 
 
 class Refused(Exception):
@@ -150,6 +153,7 @@ class Slots:
         self._generation = [0] * count
         self._in_slot: list[Handoff | None] = [None] * count
         self._known: OrderedDict[str, Handoff] = OrderedDict()
+        self._refused_at = -math.inf
 
     # ---- what there is
 
@@ -173,6 +177,11 @@ class Slots:
     def engine(self) -> Handoff | None:
         """The handoff the engine is working for."""
         return next((h for h in self._in_slot if h and Hold.ENGINE in h.holds), None)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody was refused a moment ago, and will ask again."""
+        return self._clock() - self._refused_at < WANTED_S
 
     def find(self, rid: str) -> Handoff | None:
         """The handoff of `rid`, live or among the last ended."""
@@ -198,12 +207,12 @@ class Slots:
             raise Refused(ErrorCode.RID_REUSED, f"{rid} was reserved before; use a new rid", rid)
         if self.draining:
             raise Refused(ErrorCode.DRAINING, "the node is draining", rid)
-        if not ahead and (self.alive() or self.engine):
-            raise Refused(ErrorCode.BUSY, "the engine is taken", rid)
-        slot = next((i for i, h in enumerate(self._in_slot) if h is None), None)
-        if slot is None:
-            raise Refused(ErrorCode.BUSY, "no slot is free", rid)
         now = self._clock()
+        slot = next((i for i, h in enumerate(self._in_slot) if h is None), None)
+        taken = not ahead and (self.alive() or self.engine)
+        if taken or slot is None:
+            self._refused_at = now
+            raise Refused(ErrorCode.BUSY, "the engine is taken" if taken else "no slot is free", rid)
         ttl = self.limits.reserve if ttl_s is None else min(ttl_s, MAX_TTL_S)
         self._generation[slot] += 1
         handoff = Handoff(rid, slot, self._generation[slot], next(self._order), now, now + ttl)

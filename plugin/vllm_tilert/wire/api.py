@@ -22,6 +22,9 @@ STATUS: Final = "/decode_status"
 HEALTH: Final = "/health"
 METRICS: Final = "/metrics"
 
+ASK_AGAIN_S: Final = 0.1
+"""How long at most a router waits before it asks a node again that had no room."""
+
 _RID = re.compile(r"[0-9a-f]{32}")
 
 

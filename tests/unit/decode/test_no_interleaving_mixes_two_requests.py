@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_tilert.decode.slots import Handoff, Hold, Limits, Outcome, Refused, Slots
-from vllm_tilert.wire.api import ErrorCode, SlotState, new_rid
+from vllm_tilert.decode.slots import WANTED_S, Handoff, Hold, Limits, Outcome, Refused, Slots
+from vllm_tilert.wire.api import ASK_AGAIN_S, ErrorCode, SlotState, new_rid
 
 LIMITS = Limits(reserve=30, transfer=60, grace=30, claim=30)
 
@@ -300,3 +300,24 @@ def test_draining_refuses_new_reservations_and_keeps_the_old() -> None:
     slots.admit(kept.rid, kept.generation)
     slots.drain(False)
     slots.reserve(new_rid(), ahead=True)
+
+
+def test_a_node_is_wanted_for_as_long_as_someone_who_was_refused_asks_again() -> None:
+    now = 0.0
+    slots = Slots(2, lambda: now)
+    first = slots.reserve(new_rid())
+    assert not slots.wanted
+    with pytest.raises(Refused, match="reserved before"):
+        slots.reserve(first.rid)
+    assert not slots.wanted
+    with pytest.raises(Refused, match="taken"):
+        slots.reserve(new_rid())
+    assert slots.wanted
+    slots.reserve(new_rid(), ahead=True)
+    assert slots.wanted  # whoever got this place, somebody was refused
+    now = WANTED_S + 1
+    assert not slots.wanted
+    with pytest.raises(Refused, match="no slot is free"):
+        slots.reserve(new_rid(), ahead=True)
+    now += ASK_AGAIN_S
+    assert slots.wanted

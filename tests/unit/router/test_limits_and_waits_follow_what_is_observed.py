@@ -18,6 +18,7 @@ from tilert_router.errors import ApiError
 from tilert_router.keys import Key, Keys
 from tilert_router.leases import Bounds, Lease, Pool
 from tilert_router.queue import FairQueue, Ticket
+from vllm_tilert.wire.api import ASK_AGAIN_S
 from vllm_tilert.wire.notify import sd_notify
 
 ROOT = Path(__file__).parents[3]
@@ -63,9 +64,10 @@ class Node:
         self.others: list[dict[str, Any]] = []
         """Slots that another router's requests have."""
         self.cancelled: list[str] = []
+        self.wanted = False
 
     async def reserve(self, rid: str, *, ahead: bool, ttl_s: float, timeout_s: float) -> Reservation:
-        return Reservation(rid, 0, 1, ahead)
+        return Reservation(rid, 0, 1, ahead, self.wanted)
 
     async def cancel(self, rid: str, timeout_s: float) -> bool:
         self.cancelled.append(rid)
@@ -222,6 +224,30 @@ async def test_nobody_lines_up_behind_another_routers_long_answer() -> None:
     await two.open(own, 600)
     assert (await two.ask(24)).node.name == "a"
     assert len(two.nodes["b"].cancelled) == 1, "what b had granted is given back"
+    await two.pool.close()
+
+
+@pytest.mark.parametrize("room", ["behind it", "after it"])
+async def test_a_router_gives_way_to_one_that_was_refused(room: str) -> None:
+    two = Two()
+    two.pool.retire("b")
+    two.nodes["a"].wanted = True
+    await asyncio.sleep(0.05)
+    lease = await two.ask(24)
+    two.nodes["a"].wanted = False
+    following = two.ask(24)
+    began = two.loop.time()
+    if room == "behind it":
+        lease.open(24)
+    else:
+        lease.finish()
+    second = await following
+    assert two.loop.time() - began >= 0.9 * 2 * ASK_AGAIN_S
+    # Nobody was refused before that one: nothing to give way to.
+    if room == "behind it":
+        lease.finish()
+    second.finish()
+    assert two.pool.nodes["a"].retry_at == 0.0
     await two.pool.close()
 
 

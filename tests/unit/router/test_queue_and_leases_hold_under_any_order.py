@@ -130,6 +130,7 @@ class SimNode:
     fault: str = ""
     slots: dict[str, int | None] = field(default_factory=dict)
     """rid -> tokens still to come, where it decodes."""
+    refused_at: float = -1.0
     granted: set[str] = field(default_factory=set)
     cancelled: set[str] = field(default_factory=set)
 
@@ -149,13 +150,15 @@ class SimNode:
             raise NodeError("rid_reused", status=409)
         if self.fault == "draining":
             raise NodeError("draining", status=503)
+        now = asyncio.get_running_loop().time()
         if len(self.slots) >= (2 if ahead else 1):
+            self.refused_at = now
             raise NodeError("busy", status=429)
-        was_ahead = bool(self.slots)
+        was_ahead, wanted = bool(self.slots), now - self.refused_at < 0.25
         self.slots[rid] = None
         self.granted.add(rid)
         await self.tell()
-        return Reservation(rid, 0, len(self.granted), was_ahead)
+        return Reservation(rid, 0, len(self.granted), was_ahead, wanted)
 
     async def cancel(self, rid: str, timeout_s: float) -> bool:
         await self.act()
