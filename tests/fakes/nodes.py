@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+
+from vllm_tilert.decode.slots import WANTED_S
 
 PROMPT_TOKENS = 7
 FIRST_TOKEN = 65
@@ -101,6 +104,8 @@ class FakeDecode:
         self.account: dict[str, int] = {}
         """Replaces fields of the last line."""
         self._generation = 0
+        self._refused_at = -math.inf
+        self._remaining: dict[str, int] = {}
         self._known: set[str] = set()
         self._changed = asyncio.Condition()
         app = web.Application()
@@ -121,7 +126,9 @@ class FakeDecode:
         body = await http.json()
         if self.draining:
             return web.json_response({"error": "draining", "message": ""}, status=503)
+        now = asyncio.get_running_loop().time()
         if self.slots and (not body.get("ahead") or len(self.slots) >= 2):
+            self._refused_at = now
             return web.json_response({"error": "busy", "message": ""}, status=429)
         self._generation += 1
         self.slots[body["rid"]] = self._generation
@@ -133,11 +140,13 @@ class FakeDecode:
                 "generation": self._generation,
                 "expires_in_s": 30,
                 "ahead": len(self.slots) > 1,
+                "wanted": now - self._refused_at < WANTED_S,
             }
         )
 
     async def _free(self, rid: str) -> None:
         self.slots.pop(rid, None)
+        self._remaining.pop(rid, None)
         async with self._changed:
             self._changed.notify_all()
 
@@ -146,6 +155,7 @@ class FakeDecode:
         rid = body["rid"]
         if rid not in self.slots:
             return web.json_response({"error": "not_reserved", "message": ""}, status=409)
+        self._remaining[rid] = body["max_tokens"]
         try:
             async with self._changed:
                 await self._changed.wait_for(lambda: next(iter(self.slots), rid) == rid)
@@ -180,6 +190,7 @@ class FakeDecode:
                     burst[0] = body["first_token_id"]
                 await response.write(json.dumps({"t": burst}).encode() + b"\n")
                 self.sent += len(burst)
+                self._remaining[rid] -= len(burst)
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
             done: dict[str, Any] = {"done": True, "n": count, "seq_len": PROMPT_TOKENS}
@@ -206,8 +217,11 @@ class FakeDecode:
         return web.json_response({"draining": self.draining})
 
     async def _status(self, _: web.Request) -> web.Response:
-        slots = [{"slot": i, "state": "reserved", "rid": rid} for i, rid in enumerate(self.slots)]
-        slots += [{"slot": i, "state": "free", "rid": None} for i in range(len(slots), 2)]
+        slots: list[dict[str, Any]] = [
+            {"slot": i, "state": "reserved", "rid": rid, "remaining": self._remaining.get(rid)}
+            for i, rid in enumerate(self.slots)
+        ]
+        slots += [{"slot": i, "state": "free", "rid": None, "remaining": None} for i in range(len(slots), 2)]
         running = next(iter(self.running), None)
         return web.json_response(
             {

@@ -46,11 +46,14 @@ async def transcript(url: str) -> list[Any]:
         status = await call("GET", api.STATUS)
         found.append([slot["state"] for slot in status["slots"]])
         granted = await call("POST", api.RESERVE, {"rid": first, "ttl_s": 100})
-        assert granted.keys() >= {"rid", "slot", "generation", "expires_in_s"}
+        assert granted.keys() >= {"rid", "slot", "generation", "expires_in_s", "wanted"}
+        assert not granted["wanted"]
         status = await call("GET", api.STATUS)
         found.append(sorted((slot["state"], slot["rid"] == first) for slot in status["slots"]))
+        found.append([slot["remaining"] for slot in status["slots"]])
         await call("POST", api.RESERVE, {"rid": second})
-        await call("POST", api.RESERVE, {"rid": second, "ahead": True})
+        granted = await call("POST", api.RESERVE, {"rid": second, "ahead": True})
+        found.append(granted["wanted"])
         await call("POST", api.RESERVE, {"rid": third, "ahead": True})
         await call("POST", api.DECODE, late | {"rid": unknown})
         await call("POST", api.CANCEL, {"rid": unknown})
