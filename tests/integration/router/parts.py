@@ -55,7 +55,7 @@ class Bench:
                 {"name": f"d{i}", "url": n.site.url, "host": "127.0.0.1", "ctrl_port": n.ctrl_port}
                 for i, n in enumerate(self.nodes)
             ],
-            "timeouts": {"stall_s": 1, "handoff_s": 2, "cancel_s": 2},
+            "timeouts": {"stall_s": 10, "handoff_s": 10, "cancel_s": 2},
         } | changes
 
     async def router(self, **changes: Any) -> str:

@@ -74,7 +74,7 @@ async def test_prefills_own_refusal_reaches_the_client_and_frees_the_node(up: Up
 @pytest.mark.parametrize("fault", ["fail_after", "die_after", "stall_after"])
 async def test_a_decode_that_breaks_off_ends_in_an_error_never_in_stop(up: Up, fault: str) -> None:
     bench = await up(1)
-    url = await bench.router()
+    url = await bench.router(timeouts={"stall_s": 1, "cancel_s": 2})
     setattr(bench.nodes[0], fault, 3)
     start_s = time.monotonic()
     status, _, raw = await bench.post(url, CHAT | {"stream": True, "max_tokens": 50})
