@@ -368,7 +368,9 @@ def test_a_rollback_that_decodes_wrongly_leaves_the_host_out(prefill: Pool) -> N
     done = prefill.run("rollback_prefill.yml", "-l", "p1")
     assert done.returncode != 0
     said = " ".join(done.stdout.split())
-    assert "rollback_prefill.yml -l p1 again goes forward" in said
+    assert (
+        "The node is out of service, the others serve. rollback_prefill.yml -l p1 again goes forward" in said
+    )
     assert prefill.knows("prefill") == ["p2"]
     assert prefill.runs("p2") == ("new", "unit new")
 
@@ -379,3 +381,10 @@ def test_without_a_former_version_nothing_is_taken_out(prefill: Pool) -> None:
     assert done.returncode != 0
     assert "p2: no upgrade has left a former version" in " ".join(done.stdout.split())
     assert prefill.calls == []
+
+
+def test_a_lone_prefill_host_that_cannot_be_put_right_is_said_to_be_asked_still(prefill: Pool) -> None:
+    done = prefill.upgrade("-e", "upgrade_interrupts=true", compare="echo DIFFERENT; exit 1", prefill=1)
+    assert done.returncode != 0
+    assert "It was not left out, and routers still ask it" in " ".join(done.stdout.split())
+    assert prefill.knows("prefill") == ["p1"]
