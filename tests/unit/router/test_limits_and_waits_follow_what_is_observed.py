@@ -251,6 +251,18 @@ async def test_a_router_gives_way_to_one_that_was_refused(room: str) -> None:
     await two.pool.close()
 
 
+async def test_a_router_gives_way_once_for_each_reservation() -> None:
+    two = Two()
+    two.nodes["a"].wanted = two.nodes["b"].wanted = True
+    await asyncio.sleep(0.05)
+    lease = await two.ask(24)
+    lease.open(24)
+    assert lease.node.retry_at > two.loop.time()
+    lease.finish()
+    assert lease.node.retry_at == 0.0
+    await two.pool.close()
+
+
 def test_who_would_be_overtaken_does_not_count() -> None:
     queue = FairQueue(100)
     loop = asyncio.new_event_loop()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tilert_router.decode import TIMEOUT, UNREACHABLE, NodeError, Reservation
 from tilert_router.leases import Bounds, Lease, NodeState, Pool
 from tilert_router.queue import QUANTUM, FairQueue, QueueFull, Ticket
+from vllm_tilert.decode.slots import WANTED_S
 
 KEYS = st.sampled_from(["alice", "bob", "carol"])
 LOOP = asyncio.new_event_loop()
@@ -154,7 +155,7 @@ class SimNode:
         if len(self.slots) >= (2 if ahead else 1):
             self.refused_at = now
             raise NodeError("busy", status=429)
-        was_ahead, wanted = bool(self.slots), now - self.refused_at < 0.25
+        was_ahead, wanted = bool(self.slots), now - self.refused_at < WANTED_S
         self.slots[rid] = None
         self.granted.add(rid)
         await self.tell()
